@@ -1,0 +1,86 @@
+"""The extent allocator in a churned region: time, fragments and waste, at 16 GiB and at 1 TiB.
+
+Churn: entries of log-normal(6.9, 0.9) granules of 7 KiB, clipped to 64..16,384; after every other step one of the last
+2,000 entries is touched; the least recently used entry is evicted until the next one fits. The time is that of an
+allocation with its evictions (allocator calls only, so that the figure is the allocator's); the median of three runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import OrderedDict
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from figures import figure, finish
+
+from ecoffload.extents import Extent, ExtentAllocator
+
+GRANULE = 7 << 10
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Churn(NamedTuple):
+    """What one run showed over its second half."""
+
+    us: float
+    mean_extents: float
+    most_extents: int
+    in_use: float
+    in_large: float
+
+
+def churn(capacity: int, steps: int, *, seed: int, edges: range | tuple[int, ...] = ()) -> Churn:
+    """Play the churn for `steps` entries, after filling the region once."""
+    rng = np.random.default_rng(seed)
+    warm = capacity // (1_400 * GRANULE)
+    total = warm + steps
+    sizes = (np.clip(np.exp(rng.normal(6.9, 0.9, total)), 64, 16_384).astype(int) * GRANULE).tolist()
+    touches = (rng.random(total) < 0.5).tolist()
+    back = rng.integers(1, 2_001, total).tolist()
+    allocator = ExtentAllocator(capacity, GRANULE, edges=edges)
+    entries: OrderedDict[int, tuple[Extent, ...]] = OrderedDict()
+    spent, counts, used, large, in_large = 0.0, [], [], 0, 0
+    for step in range(total):
+        start = perf_counter()
+        while (extents := allocator.allocate(sizes[step])) is None:
+            allocator.free(entries.popitem(last=False)[1])
+        elapsed = perf_counter() - start
+        entries[step] = extents
+        if touches[step] and step - back[step] in entries:
+            entries.move_to_end(step - back[step])
+        if step < warm + steps // 2:
+            continue
+        spent += elapsed
+        counts.append(len(extents))
+        used.append(allocator.used_bytes)
+        if sizes[step] >= MIB:
+            large += sizes[step]
+            in_large += sum(extent.length for extent in extents if extent.length >= MIB)
+    allocator.check()
+    return Churn(
+        1e6 * spent / len(counts),
+        statistics.fmean(counts),
+        max(counts),
+        statistics.fmean(used) / allocator.capacity,
+        in_large / large,
+    )
+
+
+def main() -> None:
+    """Print the figures at 16 GiB against their bars, and the time at 1 TiB against the same bar."""
+    runs = [churn(16 * GIB, 20_000, seed=seed) for seed in range(3)]
+    figure("extents: us an allocation, 16 GiB", statistics.median(run.us for run in runs), 15, aim=8)
+    figure("extents: an entry, mean", statistics.fmean(run.mean_extents for run in runs), 2.0, aim=1.7)
+    figure("extents: an entry, most", max(run.most_extents for run in runs), 4, aim=4)
+    figure("extents: share in use", min(run.in_use for run in runs), 0.96, better="higher", aim=0.97)
+    figure("extents: share in 1 MiB and more", min(run.in_large for run in runs), 0.97, better="higher", aim=0.99)
+    figure("extents: us an allocation, 1 TiB", churn(1024 * GIB, 100_000, seed=0).us, 15, aim=8)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(finish())

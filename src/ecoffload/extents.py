@@ -1,0 +1,252 @@
+"""Which bytes of the host region are free, and which extents an entry gets.
+
+Owns the free space of one region as plain numbers; it never touches memory. The index calls it (allocate, free) and,
+after a warm restart, `reserve` rebuilds it from the journal. It never evicts and never waits: a caller that gets None
+evicts one entry and asks again, which is cheap because a refusal costs a look at the largest few free extents.
+
+An entry in one or two long extents moves 12-15 % faster than one scattered over blocks, so space is given by best fit:
+the smallest free extent that holds the entry, the lowest such offset. Where none does, the largest free extents are
+used up first, at most `MAX_EXTENTS` in all, and best fit places what remains.
+
+Free extents live in one list of integers, `length << 64 | offset`, kept sorted: bisection finds the best fit, the end
+of the list the largest. A plain list beats a tree of lists here: a churned region has hundreds of free extents at 16
+GiB and some thousands at 1 TiB, and moving that many words in C is faster than one Python call more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ecoffload.errors import RegionError
+
+__all__ = ["MAX_EXTENTS", "Extent", "ExtentAllocator"]
+
+MAX_EXTENTS = 4  # of one entry; more would cost descriptors on every load for a little more of the region in use
+
+_SHIFT = 64
+_OFFSET = (1 << _SHIFT) - 1
+
+
+class Extent(NamedTuple):
+    """A contiguous part of the region: `offset` from its start and `length`, both in bytes, both whole granules."""
+
+    offset: int
+    length: int
+
+
+class ExtentAllocator:
+    """Hands out extents of a region of `capacity` bytes in multiples of `granule` bytes.
+
+    A tail of the region shorter than a granule is never used. `edges` are offsets (bytes, multiples of `granule`) that
+    no extent may cross, used or free: the borders of the chunks in which the region is registered with a driver.
+    Offsets at or outside the region's ends are ignored.
+
+    Not thread-safe: its caller's lock guards it. Raises RegionError for a geometry that cannot be served.
+    """
+
+    def __init__(self, capacity: int, granule: int, *, edges: Iterable[int] = ()) -> None:
+        if granule <= 0:
+            raise RegionError(f"granule is {granule} bytes; it must be positive", actual=granule)
+        if capacity < granule:
+            raise RegionError(
+                f"capacity is {capacity} bytes, less than one granule of {granule}; give the region more room",
+                expected=granule,
+                actual=capacity,
+            )
+        self._granule = granule
+        self._capacity = capacity - capacity % granule
+        self._edges = frozenset(edge for edge in edges if 0 < edge < self._capacity)
+        for edge in self._edges:
+            if edge % granule:
+                raise RegionError(
+                    f"edge {edge} is not a multiple of the granule of {granule}; register chunks of whole granules",
+                    expected=granule,
+                    actual=edge,
+                )
+        self._used: dict[int, int] = {}  # offset -> length of every extent handed out
+        self._length_at: dict[int, int] = {}  # offset -> length of every free extent
+        self._start_of: dict[int, int] = {}  # end -> offset of every free extent
+        self._by_length: list[int] = []  # length << 64 | offset of every free extent, ascending
+        borders = [0, *sorted(self._edges), self._capacity]
+        for start, end in pairwise(borders):
+            self._add(start, end - start)
+        self._free = self._capacity
+        self._largest_entry = self._reach()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be handed out: what was asked for, rounded down to whole granules."""
+        return self._capacity
+
+    @property
+    def granule(self) -> int:
+        """Unit of every offset and length, in bytes."""
+        return self._granule
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in free extents."""
+        return self._free
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents handed out or reserved."""
+        return self._capacity - self._free
+
+    @property
+    def largest_free(self) -> int:
+        """Length of the largest free extent in bytes; 0 when all is used."""
+        return self._by_length[-1] >> _SHIFT if self._by_length else 0
+
+    @property
+    def largest_entry(self) -> int:
+        """Most bytes that one allocation gets of an empty region; beyond it no eviction helps."""
+        return self._largest_entry
+
+    def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Extents for `nbytes` bytes, in the order in which they are to be filled, or None if there is no room.
+
+        Their lengths are whole granules and sum to `nbytes` rounded up; the last holds the unused tail. Zero bytes need
+        no extent: an empty tuple. None changes nothing and costs O(1). RegionError for a negative size.
+        """
+        if nbytes < 0:
+            raise RegionError(f"cannot allocate {nbytes} bytes; a size is never negative", actual=nbytes)
+        need = nbytes + -nbytes % self._granule
+        if need > self._reach():
+            return None
+        by_length = self._by_length
+        extents: list[Extent] = []
+        remaining = need
+        while remaining:
+            at = bisect_left(by_length, remaining << _SHIFT)
+            key = by_length.pop(at if at < len(by_length) else -1)
+            offset, length = key & _OFFSET, key >> _SHIFT
+            del self._length_at[offset], self._start_of[offset + length]
+            took = min(length, remaining)
+            if length > took:
+                self._add(offset + took, length - took)
+            self._used[offset] = took
+            extents.append(Extent(offset, took))
+            remaining -= took
+        self._free -= need
+        return tuple(extents)
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Give back extents exactly as `allocate` or `reserve` had them: all, or none.
+
+        An extent that is not in use, overlaps one in use, has another length, or comes twice in one call: RegionError
+        naming it, and nothing has changed.
+        """
+        used = self._used
+        given: list[Extent] = []
+        for extent in extents:
+            offset, length = extent
+            if used.get(offset) != length:
+                used.update(given)
+                raise RegionError(
+                    f"cannot free {extent}: no extent like it is in use (freed twice, or never allocated)",
+                    expected=used.get(offset),
+                    actual=length,
+                )
+            del used[offset]
+            given.append(extent)
+        for offset, length in given:
+            self._free += length
+            self._release(offset, length)
+
+    def reserve(self, extents: Iterable[Extent]) -> None:
+        """Mark these free extents as used: all, or none. How a warm restart rebuilds the allocator from a journal.
+
+        Costs a pass over all free extents, so give it everything in one call. An extent that is misaligned, empty,
+        outside the region, across an edge, in use, or overlapping another of the call: RegionError naming it, and
+        nothing has changed.
+        """
+        starts = sorted(self._length_at)
+        parts: dict[int, list[Extent]] = {}  # free extent -> what of it becomes used, ascending
+        filled = 0  # end of the extent before
+        for extent in sorted(Extent(*each) for each in extents):
+            offset, length = extent
+            at = bisect_right(starts, offset) - 1
+            start = starts[at] if at >= 0 else offset
+            if (
+                length <= 0
+                or offset % self._granule
+                or length % self._granule
+                or offset < filled
+                or offset + length > start + self._length_at.get(start, 0)
+            ):
+                raise RegionError(
+                    f"cannot reserve {extent}: it must be whole granules of {self._granule} inside one free extent",
+                    expected=(start, self._length_at.get(start, 0)),
+                    actual=tuple(extent),
+                )
+            filled = offset + length
+            parts.setdefault(start, []).append(extent)
+        for start, taken in parts.items():
+            end = start + self._length_at[start]
+            self._remove(start, end - start)
+            for offset, length in taken:
+                if offset > start:
+                    self._add(start, offset - start)
+                self._used[offset] = length
+                self._free -= length
+                start = offset + length
+            if end > start:
+                self._add(start, end - start)
+
+    def check(self) -> None:
+        """Raise RegionError unless every granule is free or used exactly once and all records agree."""
+        everything = sorted([*self._used.items(), *self._length_at.items()])
+        filled = 0
+        for offset, length in everything:
+            if offset != filled or length <= 0 or length % self._granule:
+                raise RegionError(
+                    f"extents do not tile the region: offset {offset}, length {length} where {filled} was next",
+                    expected=filled,
+                    actual=offset,
+                )
+            filled = offset + length
+            if any(offset < edge < filled for edge in self._edges):
+                raise RegionError(f"the extent at {offset} of length {length} crosses an edge", actual=(offset, length))
+        self._expect("end of the last extent", self._capacity, filled)
+        self._expect("free bytes", sum(self._length_at.values()), self._free)
+        self._expect("free ends", {at + n: at for at, n in self._length_at.items()}, self._start_of)
+        self._expect("free lengths", sorted(n << _SHIFT | at for at, n in self._length_at.items()), self._by_length)
+        unmerged = {at for at in self._length_at if at in self._start_of and at not in self._edges}
+        self._expect("adjacent free extents", set(), unmerged)
+
+    @staticmethod
+    def _expect(name: str, expected: object, actual: object) -> None:
+        if expected != actual:
+            raise RegionError(f"{name}: expected {expected}, found {actual}", expected=expected, actual=actual)
+
+    def _reach(self) -> int:
+        """Most bytes that one allocation gets now."""
+        largest: Sequence[int] = self._by_length[-MAX_EXTENTS:]
+        return sum(largest) >> _SHIFT  # offsets are far below 2**62, so their sum never carries into the lengths
+
+    def _release(self, offset: int, length: int) -> None:
+        """Make a range free, merged with its free neighbours on this side of the edges."""
+        end = offset + length
+        if end in self._length_at and end not in self._edges:
+            after = self._length_at[end]
+            self._remove(end, after)
+            length += after
+        if offset in self._start_of and offset not in self._edges:
+            before = self._start_of[offset]
+            self._remove(before, offset - before)
+            length += offset - before
+            offset = before
+        self._add(offset, length)
+
+    def _add(self, offset: int, length: int) -> None:
+        self._length_at[offset] = length
+        self._start_of[offset + length] = offset
+        insort(self._by_length, length << _SHIFT | offset)
+
+    def _remove(self, offset: int, length: int) -> None:
+        del self._length_at[offset], self._start_of[offset + length]
+        del self._by_length[bisect_left(self._by_length, length << _SHIFT | offset)]
