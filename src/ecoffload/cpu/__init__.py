@@ -1,0 +1,1 @@
+"""The built-in backend: what runs when an engine's device is the CPU, found through the same entry point as others."""

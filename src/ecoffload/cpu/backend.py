@@ -1,0 +1,142 @@
+"""The ``cpu`` backend: a real asynchronous device in miniature, and what serves engines whose device is the CPU.
+
+Given a stream (a queue with a thread), ``submit`` returns at once and copies run there in order; given the caller's
+own, it copies inside the call, as a CPU user expects. Large batches are shared out to all cores.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ecoffload.backend import BackendSpec, BatchView, Completed, Completion, DeviceOps, Direction, SwapBackend
+from ecoffload.cpu.copies import ROWS_BELOW, copy_descriptors, words_at
+from ecoffload.host_queue import CALLER, Caller, HostEvent, HostQueue, QueuedCompletion
+
+__all__ = ["CpuBackend", "CpuOps"]
+
+_SHARE_FROM = 512 << 10  # bytes a batch must have before a second thread pays for its wake-up
+
+
+class CpuOps(DeviceOps):
+    """Torch CPU tensors; streams are queues with a thread each, the current stream is the calling thread."""
+
+    host_ordered = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty_tensors(self, specs: Any, stream: Any) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype, _ in specs]
+
+    def address_of(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+    def stream(self) -> HostQueue:
+        return HostQueue("ecoffload-cpu")
+
+    def current_stream(self) -> Caller:
+        return CALLER
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def record(self, event: HostEvent, stream: HostQueue | Caller) -> None:
+        stream.record(event)
+
+    def wait(self, stream: HostQueue | Caller, event: HostEvent) -> None:
+        stream.wait(event)
+
+    def query(self, event: HostEvent) -> bool:
+        return event.query()
+
+    def synchronize(self, target: Any = None) -> None:
+        if isinstance(target, HostEvent):
+            target.wait()
+        elif target is not None:
+            target.synchronize()
+
+    def delay(self, stream: HostQueue | Caller, ms: float) -> None:
+        stream.delay(ms)
+
+
+class CpuBackend(SwapBackend):
+    """Copies with memmove and numpy's row copies, the GIL released, on as many cores as the batch is worth."""
+
+    def __init__(self, spec: BackendSpec, device_index: int = 0, ops: DeviceOps | None = None) -> None:
+        super().__init__(spec, 0, ops or CpuOps())
+        self._helpers = max(0, (len(os.sched_getaffinity(0))) - 1)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_pid = 0
+        self._lock = threading.Lock()
+
+    def submit(self, batch: BatchView, direction: Direction, stream: Any) -> Completion:
+        # The arrays are read when the copy runs (snapshots_descriptors is False), so addresses are all it needs.
+        work = partial(self._copy, batch.src, batch.dst, batch.size, batch.count)
+        if isinstance(stream, Caller):
+            work()
+            return Completed()
+        return QueuedCompletion(stream, work)
+
+    def _copy(self, src_at: int, dst_at: int, size_at: int, count: int) -> None:
+        src, dst, size = words_at(src_at, count), words_at(dst_at, count), words_at(size_at, count)
+        total = int(size.sum()) if count > 1 else int(size[0])
+        if total < _SHARE_FROM or not self._helpers or self.per_copy:
+            copy_descriptors(src, dst, size)
+            return
+        parts = _shares(src, dst, size, self._helpers + 1)
+        futures = [self._executor().submit(copy_descriptors, *part) for part in parts[1:]]
+        copy_descriptors(*parts[0])
+        for future in futures:
+            future.result()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pool_pid != os.getpid():  # a forked child has no threads of its parent's
+                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="ecoffload-cpu")
+                self._pool_pid = os.getpid()
+            return self._pool
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "threads": self._helpers + 1}
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._pool_pid == os.getpid():
+            pool.shutdown()
+
+
+Part = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+
+
+def _shares(src: NDArray[np.uint64], dst: NDArray[np.uint64], size: NDArray[np.uint64], parts: int) -> list[Part]:
+    """Cut a batch into ``parts`` of about the same bytes; large descriptors are cut inside, small ones between."""
+    if int(size.max()) >= ROWS_BELOW:
+        total = int(size.sum())
+        limit = max(ROWS_BELOW, -(-total // parts))
+        limit = -(-limit // 4096) * 4096
+        bound = np.uint64(limit)
+        pieces = ((size + (bound - np.uint64(1))) // bound).astype(np.int64)
+        of = np.repeat(np.arange(len(size)), pieces)
+        offset = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64) * bound
+        src, dst, size = src[of] + offset, dst[of] + offset, np.minimum(size[of] - offset, bound)
+    ends = np.cumsum(size)
+    total = int(ends[-1])
+    cuts = np.searchsorted(ends, [total * i // parts for i in range(1, parts)]).tolist()
+    edges = [0, *(min(c + 1, len(size)) for c in cuts), len(size)]
+    return [(src[a:b], dst[a:b], size[a:b]) for a, b in pairwise(edges) if b > a]

@@ -1,0 +1,135 @@
+"""From a filled batch to one completion: check, split by the device's limits, submit, hold the lease until the end.
+
+The one way in to a backend's ``submit``, used by the worker and by the plain swap functions. Below it nothing checks
+again; above it nobody calls a backend directly.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ecoffload.backend import Completed, Completion, Direction, SwapBackend
+from ecoffload.descriptors import AddressRanges, Batch
+from ecoffload.errors import EcoffloadError, SwapFailed
+
+__all__ = ["submit_batch"]
+
+
+def submit_batch(
+    backend: SwapBackend,
+    batch: Batch,
+    direction: Direction,
+    stream: Any,
+    *,
+    sources: AddressRanges | None = None,
+    destinations: AddressRanges | None = None,
+) -> Completion:
+    """Submit ``batch`` on ``stream`` and own its lease from here on: it returns to the pool when the swap has ended.
+
+    Every range is checked first; None says that nothing is known of that side (then the caller has checked it). An
+    empty batch completes at once. Raises :class:`DescriptorError` before anything is enqueued, or
+    :class:`SwapFailed` with the global index; after the latter, what was enqueued before is unknown, so the call has
+    waited for it before it gave the descriptors back.
+    """
+    try:
+        batch.check(sources, destinations)
+    except Exception:
+        batch.release()
+        raise
+    if batch.count == 0:
+        batch.release()
+        return Completed()
+    limits = backend.limits(direction)
+    most = 1 if backend.per_copy else limits.max_descriptors
+    if limits.max_bytes is None and (most is None or batch.count <= most):
+        views: Any = (batch,)
+    else:
+        views = batch.split(most, limits.max_bytes)
+    parts: list[Completion] = []
+    try:
+        for view in views:
+            completion = backend.submit(view, direction, stream)
+            if completion is not None:
+                parts.append(completion)
+    except Exception as exc:
+        count = batch.count
+        _settle(backend, parts, stream)
+        batch.release()
+        if isinstance(exc, EcoffloadError):
+            raise
+        raise SwapFailed(
+            f"backend {backend.spec.name!r} failed to submit a {direction} batch of {count} descriptors: {exc!r}",
+            index=None,
+        ) from exc
+    if backend.spec.capabilities.snapshots_descriptors:
+        batch.release()
+        return parts[-1] if len(parts) == 1 else _All(parts, None)
+    return _All(parts, batch)
+
+
+def _settle(backend: SwapBackend, parts: list[Completion], stream: Any) -> None:
+    """After a failed submit: earlier parts may still be copying from arrays that are about to be lent again."""
+    for part in parts:
+        try:
+            part.wait()
+        except SwapFailed:
+            continue
+    if not backend.spec.capabilities.snapshots_descriptors:
+        try:
+            backend.ops.synchronize(stream)
+        except Exception:  # the device's own report comes with the error that is being raised
+            return
+
+
+class _All(Completion):
+    """The end of every part of a split batch; gives the lease back exactly once, when all have ended."""
+
+    __slots__ = ("_batch", "_parts")
+
+    def __init__(self, parts: list[Completion], batch: Batch | None) -> None:
+        self._parts = parts
+        self._batch = batch
+
+    def _ended(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.release()
+
+    def done(self) -> bool:
+        failure: SwapFailed | None = None
+        for part in self._parts:
+            try:
+                if not part.done():
+                    return False
+            except SwapFailed as exc:
+                failure = failure or exc
+        return self._report(failure)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        failure: SwapFailed | None = None
+        end = None if timeout is None else time.monotonic() + timeout
+        for part in self._parts:
+            try:
+                if not part.wait(None if end is None else max(0.0, end - time.monotonic())):
+                    return False
+            except SwapFailed as exc:
+                failure = failure or exc
+        return self._report(failure)
+
+    def _report(self, failure: SwapFailed | None) -> bool:
+        # Only now have all parts ended: a part that failed early says nothing of those behind it.
+        self._ended()
+        if failure is not None:
+            raise failure
+        return True
+
+    def block(self, stream: Any) -> None:
+        for part in self._parts:
+            part.block(stream)
+
+    def __del__(self) -> None:
+        # Dropped without a look: the arrays may still be read, so they go with the garbage and not to the pool.
+        batch = getattr(self, "_batch", None)
+        if batch is not None:
+            batch.forget()
