@@ -6,7 +6,9 @@ evicts one entry and asks again, which is cheap because a refusal costs a look a
 
 An entry in one or two long extents moves 12-15 % faster than one scattered over blocks, so space is given by best fit:
 the smallest free extent that holds the entry, the lowest such offset. Where none does, the largest free extents are
-used up first, at most `MAX_EXTENTS` in all, and best fit places what remains.
+used up first and best fit places what remains. Two extents are always allowed, a third and a fourth only to entries so
+large that each piece is still long. What is left of a free extent stays beside the neighbour that was allocated
+earlier: that one is likely to be evicted first, and then the two become one (a fifth fewer fragments).
 
 Free extents live in one list of integers, `length << 64 | offset`, kept sorted: bisection finds the best fit, the end
 of the list the largest. A plain list beats a tree of lists here: a churned region has hundreds of free extents at 16
@@ -16,7 +18,7 @@ GiB and some thousands at 1 TiB, and moving that many words in C is faster than 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from ecoffload.errors import RegionError
 __all__ = ["MAX_EXTENTS", "Extent", "ExtentAllocator"]
 
 MAX_EXTENTS = 4  # of one entry; more would cost descriptors on every load for a little more of the region in use
+_BYTES_AN_EXTENT = 6 << 20  # of these an entry must hold n to be given more than n extents, beyond two
 
 _SHIFT = 64
 _OFFSET = (1 << _SHIFT) - 1
@@ -67,6 +70,9 @@ class ExtentAllocator:
                     actual=edge,
                 )
         self._used: dict[int, int] = {}  # offset -> length of every extent handed out
+        self._serial_from: dict[int, int] = {}  # offset of every extent handed out -> number of its allocation
+        self._serial_to: dict[int, int] = {}  # the same by its end
+        self._serial = 0  # allocations so far
         self._length_at: dict[int, int] = {}  # offset -> length of every free extent
         self._start_of: dict[int, int] = {}  # end -> offset of every free extent
         self._by_length: list[int] = []  # length << 64 | offset of every free extent, ascending
@@ -74,7 +80,7 @@ class ExtentAllocator:
         for start, end in pairwise(borders):
             self._add(start, end - start)
         self._free = self._capacity
-        self._largest_entry = self._reach()
+        self._largest_when_empty = {count: self._reach(count) for count in range(2, MAX_EXTENTS + 1)}  # by extents
 
     @property
     def capacity(self) -> int:
@@ -101,10 +107,10 @@ class ExtentAllocator:
         """Length of the largest free extent in bytes; 0 when all is used."""
         return self._by_length[-1] >> _SHIFT if self._by_length else 0
 
-    @property
-    def largest_entry(self) -> int:
-        """Most bytes that one allocation gets of an empty region; beyond it no eviction helps."""
-        return self._largest_entry
+    def fits(self, nbytes: int) -> bool:
+        """Whether an empty region would hold an entry of `nbytes`. If not, no eviction helps."""
+        need = nbytes + -nbytes % self._granule
+        return need <= self._largest_when_empty[_most_extents(need)]
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Extents for `nbytes` bytes, in the order in which they are to be filled, or None if there is no room.
@@ -115,24 +121,34 @@ class ExtentAllocator:
         if nbytes < 0:
             raise RegionError(f"cannot allocate {nbytes} bytes; a size is never negative", actual=nbytes)
         need = nbytes + -nbytes % self._granule
-        if need > self._reach():
-            return None
+        if not need:
+            return ()
         by_length = self._by_length
+        at = bisect_left(by_length, need << _SHIFT)
+        if at == len(by_length) and need > self._reach(_most_extents(need)):
+            return None
         extents: list[Extent] = []
         remaining = need
-        while remaining:
-            at = bisect_left(by_length, remaining << _SHIFT)
+        while True:
             key = by_length.pop(at if at < len(by_length) else -1)
             offset, length = key & _OFFSET, key >> _SHIFT
-            del self._length_at[offset], self._start_of[offset + length]
+            end = offset + length
+            del self._length_at[offset], self._start_of[end]
             took = min(length, remaining)
             if length > took:
-                self._add(offset + took, length - took)
-            self._used[offset] = took
+                left = length - took
+                if self._serial_to.get(offset, 0) < self._serial_from.get(end, 0):
+                    self._add(offset, left)
+                    offset += left
+                else:
+                    self._add(offset + took, left)
+            self._use(offset, took)
             extents.append(Extent(offset, took))
             remaining -= took
-        self._free -= need
-        return tuple(extents)
+            if not remaining:
+                self._serial += 1
+                return tuple(extents)
+            at = bisect_left(by_length, remaining << _SHIFT)
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Give back extents exactly as `allocate` or `reserve` had them: all, or none.
@@ -154,6 +170,7 @@ class ExtentAllocator:
             del used[offset]
             given.append(extent)
         for offset, length in given:
+            del self._serial_from[offset], self._serial_to[offset + length]
             self._free += length
             self._release(offset, length)
 
@@ -191,8 +208,7 @@ class ExtentAllocator:
             for offset, length in taken:
                 if offset > start:
                     self._add(start, offset - start)
-                self._used[offset] = length
-                self._free -= length
+                self._use(offset, length)
                 start = offset + length
             if end > start:
                 self._add(start, end - start)
@@ -213,6 +229,8 @@ class ExtentAllocator:
                 raise RegionError(f"the extent at {offset} of length {length} crosses an edge", actual=(offset, length))
         self._expect("end of the last extent", self._capacity, filled)
         self._expect("free bytes", sum(self._length_at.values()), self._free)
+        ends = {at + n for at, n in self._used.items()}
+        self._expect("serial numbers", (set(self._used), ends), (set(self._serial_from), set(self._serial_to)))
         self._expect("free ends", {at + n: at for at, n in self._length_at.items()}, self._start_of)
         self._expect("free lengths", sorted(n << _SHIFT | at for at, n in self._length_at.items()), self._by_length)
         unmerged = {at for at in self._length_at if at in self._start_of and at not in self._edges}
@@ -223,10 +241,15 @@ class ExtentAllocator:
         if expected != actual:
             raise RegionError(f"{name}: expected {expected}, found {actual}", expected=expected, actual=actual)
 
-    def _reach(self) -> int:
-        """Most bytes that one allocation gets now."""
-        largest: Sequence[int] = self._by_length[-MAX_EXTENTS:]
-        return sum(largest) >> _SHIFT  # offsets are far below 2**62, so their sum never carries into the lengths
+    def _reach(self, count: int) -> int:
+        """Bytes in the `count` largest free extents."""
+        # Offsets are far below 2**62, so the sum of four never carries into the lengths.
+        return sum(self._by_length[-count:]) >> _SHIFT
+
+    def _use(self, offset: int, length: int) -> None:
+        self._used[offset] = length
+        self._serial_from[offset] = self._serial_to[offset + length] = self._serial
+        self._free -= length
 
     def _release(self, offset: int, length: int) -> None:
         """Make a range free, merged with its free neighbours on this side of the edges."""
@@ -250,3 +273,8 @@ class ExtentAllocator:
     def _remove(self, offset: int, length: int) -> None:
         del self._length_at[offset], self._start_of[offset + length]
         del self._by_length[bisect_left(self._by_length, length << _SHIFT | offset)]
+
+
+def _most_extents(nbytes: int) -> int:
+    """Extents that an entry of `nbytes` may be split over: two, and up to `MAX_EXTENTS` while each is long."""
+    return min(MAX_EXTENTS, max(2, 1 + nbytes // _BYTES_AN_EXTENT))

@@ -95,12 +95,27 @@ def test_what_remains_after_the_largest_is_placed_by_best_fit() -> None:
     assert extents == (Extent(100, 40), Extent(0, 8))
 
 
-def test_an_entry_gets_at_most_four_extents() -> None:
-    holes = [(at, 10) for at in range(0, 100, 20)]
-    extents = with_holes(*holes).allocate(40)
+@pytest.mark.parametrize(("mib", "most"), [(1, 2), (11, 2), (12, 3), (17, 3), (18, 4), (1_000, 4)])
+def test_an_entry_gets_two_extents_and_a_third_and_fourth_only_while_each_is_long(mib: int, most: int) -> None:
+    size = mib << 20
+    piece = -(-size // most)
+    holes = [(at * size, piece) for at in range(MAX_EXTENTS)]
+    extents = with_holes(*holes, capacity=10 * size).allocate(size)
     assert extents is not None
-    assert len(extents) == MAX_EXTENTS == 4
-    assert with_holes(*holes).allocate(41) is None
+    assert len(extents) == most
+    assert with_holes(*holes, capacity=10 * size).allocate(piece * most + 1) is None
+
+
+def test_what_is_left_stays_beside_the_neighbour_that_was_allocated_earlier() -> None:
+    allocator = ExtentAllocator(100, 1)
+    first, second, third = allocator.allocate(10), allocator.allocate(20), allocator.allocate(70)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    allocator.free(second)
+    assert allocator.allocate(5) == (Extent(25, 5),)  # beside the third; the hole touches the first, which is older
+    allocator.free(first)
+    assert allocator.largest_free == 25
 
 
 def test_a_refusal_changes_nothing() -> None:
@@ -110,13 +125,22 @@ def test_a_refusal_changes_nothing() -> None:
     assert allocator.free_bytes == 20
 
 
-def test_the_largest_entry_is_what_four_chunks_between_edges_hold() -> None:
-    assert ExtentAllocator(100, 10).largest_entry == 100
-    allocator = ExtentAllocator(100, 10, edges=[10, 30, 50, 70])
-    assert allocator.largest_entry == 90
-    assert allocator.allocate(91) is None
-    allocator.allocate(90)
-    assert allocator.largest_entry == 90
+def test_an_entry_fits_if_an_empty_region_would_hold_it() -> None:
+    allocator = ExtentAllocator(109, 10)
+    allocator.allocate(100)
+    assert allocator.fits(0)
+    assert allocator.fits(100)
+    assert not allocator.fits(101)
+
+
+def test_an_entry_that_the_chunks_between_edges_cannot_hold_does_not_fit() -> None:
+    mib = 1 << 20
+    allocator = ExtentAllocator(50 * mib, mib, edges=[at * mib for at in (10, 20, 30, 40)])
+    assert allocator.fits(40 * mib)
+    assert not allocator.fits(40 * mib + 1)
+    extents = allocator.allocate(40 * mib)
+    assert extents is not None
+    assert len(extents) == 4
 
 
 def test_offsets_and_sizes_far_beyond_32_bits_are_exact() -> None:
@@ -188,7 +212,7 @@ def test_a_reserved_region_equals_the_one_that_the_journal_described() -> None:
     after.reserve(reversed(extents))
     after.check()
     assert after.used_bytes == before.used_bytes
-    assert after.allocate(60) == before.allocate(60)
+    assert after.allocate(20) == before.allocate(20)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +265,7 @@ def test_check_finds_a_granule_that_was_lost() -> None:
 
 # --- against a model --------------------------------------------------------------------------------------------------
 
-GRANULE = 7
+GRANULE = 2 << 20  # so that the model's entries are allowed two, three and four extents
 GRANULES = 60
 EDGES = (21 * GRANULE, 40 * GRANULE)
 
@@ -274,15 +298,16 @@ class EveryGranuleHasOneOwner(RuleBasedStateMachine):
 
     @rule(target=entries, nbytes=st.integers(0, 25 * GRANULE))
     def allocate(self, nbytes: int) -> object:
-        reach = sum(self.free_runs()[-MAX_EXTENTS:])
         extents = self.allocator.allocate(nbytes)
         need = -(-nbytes // GRANULE) * GRANULE
+        most = min(4, max(2, 1 + need // (6 << 20)))
+        reach = sum(self.free_runs()[-most:])
         if extents is None:
             assert need > reach
             return multiple()
         assert need <= reach
         assert sum(extent.length for extent in extents) == need
-        assert len(extents) <= MAX_EXTENTS
+        assert len(extents) <= most
         for extent in extents:
             assert extent.length > 0
             self.own(extent)
