@@ -1,13 +1,13 @@
 """Copying the descriptors of a batch between ranges of this process's memory, with the GIL released.
 
-Two kernels: ``memmove`` one by one for large descriptors, and ``rows`` for many small ones of one size, where a call
-each would cost as much as the copy. Knows nothing of streams or threads: a caller hands it a slice of a batch.
+Two kernels: ``memmove`` one by one, and ``rows`` for runs of small descriptors of one size where one side is
+contiguous (the tensor's) and the other lies on a grid (blocks of a region): there a foreign call each would cost as
+much as its copy, and numpy's ``take`` and ``put`` move whole rows in C. Knows nothing of streams or threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["ROWS_BELOW", "copy_descriptors", "words_at"]
 
 ROWS_BELOW = 128 << 10  # bytes; above it one memmove call costs under 2 % of its copy
-_ROWS_FROM = 4  # descriptors of one size that make the rows kernel worth its fixed cost
-_ROWS_CHUNK = 256 << 10  # bytes of scratch that stay in a core's L2 between the gather and the scatter
+_ROWS_FROM = 16  # descriptors in a run that make the rows kernel worth its fixed cost
 
 _memmove = ctypes.memmove  # a foreign call: it releases the GIL
 
@@ -44,59 +43,51 @@ def words_at(address: int, count: int) -> NDArray[np.uint64]:
 
 
 def copy_descriptors(src: NDArray[np.uint64], dst: NDArray[np.uint64], size: NDArray[np.uint64]) -> None:
-    """Copy ``size[i]`` bytes from ``src[i]`` to ``dst[i]``, in no particular order; 1-D uint64 arrays of one length."""
+    """Copy ``size[i]`` bytes from ``src[i]`` to ``dst[i]``; 1-D uint64 arrays of one length, in no particular order."""
     n = len(size)
-    if n >= _ROWS_FROM:
-        small = size < ROWS_BELOW
-        if small.any():
-            if small.all():
-                _copy_small(src, dst, size)
-                return
-            _copy_small(src[small], dst[small], size[small])
-            large = ~small
-            src, dst, size = src[large], dst[large], size[large]
+    if n < _ROWS_FROM or int(size.min()) >= ROWS_BELOW:
+        _copy_each(src, dst, size)
+        return
+    # Runs: neighbours of one size that continue each other on the source's or on the destination's side.
+    alike = size[1:] == size[:-1]
+    follows_src = alike & (src[1:] == src[:-1] + size[:-1])
+    follows_dst = alike & (dst[1:] == dst[:-1] + size[:-1])
+    follows = follows_dst if np.count_nonzero(follows_dst) >= np.count_nonzero(follows_src) else follows_src
+    heads = np.flatnonzero(np.concatenate(([True], ~follows)))
+    ends = np.append(heads[1:], n)
+    done = 0  # what lies before it is copied
+    for head, end in zip(heads.tolist(), ends.tolist(), strict=True):
+        if end - head < _ROWS_FROM or int(size[head]) >= ROWS_BELOW:
+            continue
+        part = slice(head, end)
+        if _copy_rows(src[part], dst[part], int(size[head]), gather=follows is follows_dst):
+            _copy_each(src[done:head], dst[done:head], size[done:head])
+            done = end
+    _copy_each(src[done:], dst[done:], size[done:])
+
+
+def _copy_each(src: NDArray[np.uint64], dst: NDArray[np.uint64], size: NDArray[np.uint64]) -> None:
     for s, d, z in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
         _memmove(d, s, z)
 
 
-def _copy_small(src: NDArray[np.uint64], dst: NDArray[np.uint64], size: NDArray[np.uint64]) -> None:
-    first = size[0]
-    if (size == first).all():
-        _copy_rows(src, dst, int(first))
-        return
-    values, inverse, counts = np.unique(size, return_inverse=True, return_counts=True)
-    for i, (value, count) in enumerate(zip(values.tolist(), counts.tolist(), strict=True)):
-        chosen = inverse == i if count > 1 else slice(int((inverse == i).argmax()), None)
-        if count >= _ROWS_FROM:
-            _copy_rows(src[chosen], dst[chosen], value)
-        else:
-            for s, d in zip(src[chosen].tolist()[:count], dst[chosen].tolist()[:count], strict=True):
-                _memmove(d, s, value)
+def _copy_rows(src: NDArray[np.uint64], dst: NDArray[np.uint64], nbytes: int, *, gather: bool) -> bool:
+    """Move rows from a grid into one contiguous run (``gather``) or out of one into a grid; False if it is no grid.
 
-
-def _copy_rows(src: NDArray[np.uint64], dst: NDArray[np.uint64], nbytes: int) -> None:
-    """Rows of one size at any addresses: a gather into cache-sized scratch and a scatter out of it.
-
-    The rows of a side are items of a void dtype in a view whose stride is one byte, so that any address is an index;
-    numpy then copies item by item in C. A side that is one contiguous run is sliced instead, which saves a pass.
+    ``mode="clip"`` because numpy buffers the output of ``take`` otherwise; every index is in range by construction.
     """
-    (src_view, src_at), (dst_view, dst_at) = _rows(src, nbytes), _rows(dst, nbytes)
-    n = len(src)
-    if src_at is None and dst_at is None:
-        _memmove(int(dst[0]), int(src[0]), n * nbytes)
-    elif src_at is None:
-        dst_view[dst_at] = src_view
+    grid, run = (src, dst) if gather else (dst, src)
+    low, high = int(grid.min()), int(grid.max())
+    offsets = grid - np.uint64(low)
+    index, rest = np.divmod(offsets, np.uint64(nbytes))
+    if rest.any():
+        return False
+    row = f"|V{nbytes}"
+    blocks = np.asarray(_Memory(low, ((high - low) // nbytes + 1,), row, None))
+    contiguous = np.asarray(_Memory(int(run[0]), (len(run),), row, None))
+    at = index.astype(np.intp)
+    if gather:
+        np.take(blocks, at, out=contiguous, mode="clip")
     else:
-        step = max(1, _ROWS_CHUNK // nbytes)
-        for i in range(0, n, step):
-            part = slice(i, i + step)
-            dst_view[part if dst_at is None else dst_at[part]] = src_view[src_at[part]]
-
-
-def _rows(addresses: NDArray[np.uint64], nbytes: int) -> tuple[NDArray[Any], NDArray[np.intp] | None]:
-    low, high = int(addresses.min()), int(addresses.max())
-    n = len(addresses)
-    if high - low == (n - 1) * nbytes and (np.diff(addresses) == np.uint64(nbytes)).all():
-        return np.asarray(_Memory(low, (n,), f"|V{nbytes}", None)), None
-    view = np.asarray(_Memory(low, (high - low + 1,), f"|V{nbytes}", (1,)))
-    return view, (addresses - np.uint64(low)).astype(np.intp)
+        np.put(blocks, at, contiguous, mode="clip")
+    return True
