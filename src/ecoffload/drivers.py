@@ -163,6 +163,7 @@ class Driver:
         self._exchange_mode: Callable[..., int] | None = self.find(
             f"{family.prefix}ThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int)
         )
+        self._last_error = self.find(f"{family.prefix}GetLastError")  # a runtime's; CUDA's driver has no such state
 
     @classmethod
     def open(cls, family: Family, path: str | None = None) -> Driver:
@@ -232,6 +233,7 @@ class Driver:
 
         ``kind`` gives way to :class:`DeviceLost` where the code says that the context is gone.
         """
+        self.forget_error()
         lost = code in DEVICE_LOST_CODES
         end = "; the device's context is gone and this process must start again" if lost else ""
         return (DeviceLost if lost else kind)(f"{what}: {self.error_text(code)}{end}", code=code, **details)
@@ -240,6 +242,14 @@ class Driver:
         """Raise :meth:`error` unless ``code`` is 0."""
         if code != 0:
             raise self.error(code, what, kind, **details)
+
+    def forget_error(self) -> None:
+        """Clear the thread's last error where a runtime keeps one: torch would raise it at its next, unrelated call.
+
+        :meth:`error` does so itself; needed after a failure that is handled without one.
+        """
+        if self._last_error is not None:
+            self._last_error()
 
     @property
     def forked(self) -> bool:

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -161,7 +161,7 @@ class EmulatedEvent:
         self.cuda_event = handle
 
 
-_NAMES = {
+_NAMES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     # what it does: (libcuda's function, libamdhip64's function, argument types)
     "alloc": ("cuMemAlloc_v2", "hipMalloc", (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)),
     "free": ("cuMemFree_v2", "hipFree", (ctypes.c_size_t,)),
@@ -193,8 +193,10 @@ class EmulatedDeviceOps(DeviceOps):
         self._index = device_index
         self._local = threading.local()
         driver = emulated.driver
-        column = 0 if emulated.kind == "cuda" else 1
-        self._calls = {what: (row[column], driver.function(row[column], *row[2])) for what, row in _NAMES.items()}
+        self._calls: dict[str, tuple[str, Callable[..., Any]]] = {}
+        for what, (in_cuda, in_hip, types) in _NAMES.items():
+            name = in_cuda if emulated.kind == "cuda" else in_hip
+            self._calls[what] = (name, driver.function(name, *types))
         self._real = driver.function("emu_real", ctypes.c_uint64, restype=ctypes.c_void_p)
         self._fake = driver.function("emu_fake", ctypes.c_void_p, restype=ctypes.c_uint64)
         self._delay = driver.function("emu_delay", ctypes.c_size_t, ctypes.c_uint64)

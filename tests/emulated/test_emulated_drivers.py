@@ -191,7 +191,7 @@ def test_a_copy_past_the_end_of_an_allocation_is_refused_by_index(rig: Rig) -> N
     assert rig.load() == (1, 7)
 
 
-# --- CUDA, as measured on an H200 with driver 580 ------------------------------------------------------------------------
+# --- CUDA, as measured on an H200 with driver 580 ---
 
 
 @pytest.mark.parametrize(("version", "entry"), [(12080, "9"), (12090, "9"), (13000, "8"), (12070, None), (99000, None)])
@@ -299,7 +299,7 @@ def test_a_query_on_another_thread_ruins_a_capture_unless_it_is_relaxed(cuda: Ri
         on_a_thread(relaxed=False)
 
 
-# --- HIP, as read in its sources -----------------------------------------------------------------------------------------
+# --- HIP, as read in its sources ---
 
 
 def test_the_old_runtime_refuses_attributes_before_anything_is_enqueued() -> None:
