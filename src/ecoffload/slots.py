@@ -1,0 +1,393 @@
+"""Where each worker tells how far it has got: one slot a worker, in the region's header.
+
+A slot holds the highest finished save and load number, each one aligned 64-bit word that is written with one store, and
+a ring of the numbers that failed. Workers write (`WorkerSlot`), one scheduler reads (`SlotBoard`); both reach the words
+through the region, never through each other. A slot belongs to whoever holds the lock on its byte range: the kernel
+drops that lock when the process dies, however it dies, so nobody has to guess from pids or times.
+
+Numbers count from 1 within one engine instance; 0 means nothing finished. What a slot says is counted only by the
+scheduler whose instance it has adopted. Nothing read here is trusted: any 64 bits give an answer, never a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal, NamedTuple
+
+from ecoffload.errors import RegionError
+from ecoffload.hostmem import Gone, Words, lock_is_held, reopen, try_lock, unlock
+
+__all__ = ["RING", "SLOT_BYTES", "Failure", "LostSlot", "SlotBoard", "WorkerSlot"]
+
+SLOT_BYTES = 1024
+_SLOT_WORDS = SLOT_BYTES // 8
+# Words of a slot. `claim` is 0 for a free slot, else the number of the claim, which only grows: the newest wins a rank.
+_CLAIM, _RANK, _INSTANCE, _PID, _SAVED, _LOADED, _FAILED, _SINCE = range(8)
+_RING = 16
+RING = _SLOT_WORDS - _RING  # failures that a slot remembers
+_LOAD_BIT = 1 << 63
+_NUMBER = _LOAD_BIT - 1
+_NEVER = 1 << 64  # above every word
+_PROBE_SECONDS = 0.05  # how late a death may be noticed; a probe is one system call a slot
+
+
+class Failure(NamedTuple):
+    """One failed save or load. A kind of "saves-through" or "loads-through" tells that the ring has overflowed: every
+    save (load) of this rank that was not settled before, up to and including `number`, may have failed."""
+
+    rank: int
+    kind: Literal["save", "load", "saves-through", "loads-through"]
+    number: int
+
+
+class LostSlot(NamedTuple):
+    """A worker that died, or was replaced by a newer one of its rank, with the last numbers it had finished.
+
+    Later saves of that rank may still be written by its device: their extents must not be reused while
+    `HostRegion.alone()` is False.
+    """
+
+    rank: int
+    saved: int
+    loaded: int
+
+
+def _order(lock: Lock = Lock()) -> None:  # noqa: B008 - one lock for all is what is wanted
+    """Keep memory accesses before this call before those after it, also on CPUs that reorder stores.
+
+    Two lock cycles: a release followed by an acquire of the same lock is a full barrier.
+    """
+    with lock:
+        pass
+    with lock:
+        pass
+
+
+class WorkerSlot:
+    """A worker's place in the region. From `HostRegion.claim_slot`; released by `release` or by the process's death.
+
+    Methods cost one or a few stores and never block. Not thread-safe: one thread (or the worker's lock) writes.
+    """
+
+    def __init__(self, fd: int, words: Words, table: SlotTable, index: int, rank: int, instance: int) -> None:
+        self._fd = fd
+        self._words = words
+        self._table = table
+        self._at = table.word_of(index)
+        self.index = index
+        self.rank = rank
+        self.instance = instance
+        self._saved_at, self._loaded_at = self._at + _SAVED, self._at + _LOADED
+
+    def adopt(self, instance: int, saved: int = 0, loaded: int = 0) -> None:
+        """Work for this engine instance from now on; numbers up to `saved` and `loaded` are none of this worker's.
+
+        A worker calls it when the first plan of an instance arrives, with the numbers just before those of the plan.
+        """
+        _order()
+        words = self._words
+        words[self._at + _INSTANCE] = 0  # nobody counts the slot while its numbers change
+        words[self._saved_at], words[self._loaded_at] = saved, loaded
+        _order()
+        words[self._at + _INSTANCE] = instance
+        self.instance = instance
+        self._table.touch()
+
+    def finish_save(self, number: int) -> None:
+        """Every save up to `number` has ended: its bytes are in the region, or `fail_save` was called for it."""
+        self._words[self._saved_at] = number
+
+    def finish_load(self, number: int) -> None:
+        """Every load up to `number` has ended: its bytes have left the region, or `fail_load` was called for it."""
+        self._words[self._loaded_at] = number
+
+    def fail_save(self, number: int) -> None:
+        """Save `number` failed. Call it before `finish_save` passes `number`."""
+        self._fail(number)
+
+    def fail_load(self, number: int) -> None:
+        """Load `number` failed. Call it before `finish_load` passes `number`."""
+        self._fail(number | _LOAD_BIT)
+
+    def _fail(self, word: int) -> None:
+        words = self._words
+        count = words[self._at + _FAILED]
+        words[self._at + _RING + count % RING] = word
+        _order()
+        words[self._at + _FAILED] = (count + 1) & _NUMBER
+        _order()
+
+    def release(self) -> None:
+        """Give the slot back. Idempotent. Call it only when nothing of this worker is in flight."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        self._words[self._at + _CLAIM] = 0
+        self._table.touch()
+        self._words = Gone(RegionError, f"the slot of rank {self.rank} was released")
+        os.close(fd)
+
+    def forget(self, gone: Gone) -> None:
+        """In a forked child: drop the inherited descriptor; `gone` answers every later call."""
+        self._words = gone
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SlotTable:
+    """The words of all slots and the counter that tells readers that one was claimed, adopted or released."""
+
+    def __init__(self, fd: int, words: Words, *, offset: int, count: int, epoch: int, claims: int, mutex: int) -> None:
+        """`offset` (bytes) of the first slot in the file; `epoch`, `claims`: word indices of the counters of changes
+        and of claims; `mutex`: the byte of the file whose lock guards claims."""
+        self.fd = fd
+        self.words = words
+        self.count = count
+        self.epoch = epoch
+        self._offset = offset
+        self._claims = claims
+        self._mutex = mutex
+
+    def touch(self) -> None:
+        """Tell readers to look again. Two at once may count as one, which is as good."""
+        self.words[self.epoch] = (self.words[self.epoch] + 1) & _NUMBER
+
+    def word_of(self, index: int) -> int:
+        """Word index of a slot's first word."""
+        return self._offset // 8 + index * _SLOT_WORDS
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Start and length of a slot's byte range in the file: what its owner locks."""
+        return self._offset + index * SLOT_BYTES, SLOT_BYTES
+
+    def held(self, index: int) -> bool:
+        """Whether a live process holds the slot."""
+        return lock_is_held(self.fd, *self.range_of(index))
+
+    def claim(self, rank: int, instance: int) -> WorkerSlot:
+        """Take a free slot for `rank`. Raises RegionError if every slot is held by a live worker.
+
+        Slots of the dead are used only when no other is left, so that a scheduler sees who died.
+        """
+        fd = reopen(self.fd)
+        try:
+            with _Mutex(fd, self._mutex):
+                claims = [self.words[self.word_of(index) + _CLAIM] for index in range(self.count)]
+                # Free ones first, then those whose claim is oldest.
+                for index in sorted(range(self.count), key=claims.__getitem__):
+                    if try_lock(fd, *self.range_of(index)):
+                        break
+                else:
+                    raise RegionError(
+                        f"all {self.count} slots of the region are held by live workers; "
+                        f"open it with more, e.g. slots={2 * self.count}",
+                        expected=self.count,
+                        actual=self.count + 1,
+                    )
+                at = self.word_of(index)
+                words = self.words
+                words[at + _CLAIM] = 0
+                _order()
+                for word in range(at + 1, at + _SLOT_WORDS):
+                    words[word] = 0
+                words[at + _RANK], words[at + _INSTANCE], words[at + _PID] = rank, instance, os.getpid()
+                words[at + _SINCE] = int(time.time())
+                _order()
+                claim = self.words[self._claims] % _NUMBER + 1  # never 0, never one that was there before
+                self.words[self._claims] = words[at + _CLAIM] = claim
+                self.touch()
+        except BaseException:
+            os.close(fd)
+            raise
+        return WorkerSlot(fd, self.words, self, index, rank, instance)
+
+    def bury(self, index: int, claim: int) -> None:
+        """Make a dead worker's slot free, unless somebody has claimed it since."""
+        fd = reopen(self.fd)
+        try:
+            if try_lock(fd, *self.range_of(index)) and self.words[self.word_of(index) + _CLAIM] == claim:
+                self.words[self.word_of(index) + _CLAIM] = 0
+        finally:
+            os.close(fd)
+
+    def clear(self) -> None:
+        """Forget every slot. For the one process that holds the region exclusively."""
+        for index in range(self.count):
+            at = self.word_of(index)
+            for word in range(at, at + _SLOT_WORDS):
+                self.words[word] = 0
+
+
+class _Mutex:
+    """A byte of the file as a lock between processes; freed by the kernel if its holder dies."""
+
+    def __init__(self, fd: int, byte: int) -> None:
+        self._fd = fd
+        self._byte = byte
+
+    def __enter__(self) -> None:
+        end = time.monotonic() + 10.0
+        while not try_lock(self._fd, self._byte, 1):
+            if time.monotonic() > end:
+                raise RegionError("another process has been claiming a slot of the region for 10 s; is it stopped?")
+            time.sleep(0.001)
+
+    def __exit__(self, *exc: object) -> None:
+        unlock(self._fd, self._byte, 1)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the scheduler knows of one rank's slot. `taken`: failures handed out so far."""
+
+    index: int
+    claim: int
+    at: int
+    alive: bool = True
+    taken: int = 0
+    saved: int = 0
+    loaded: int = 0
+
+
+class SlotBoard:
+    """A scheduler's view of the slots: how far every rank is, what failed, who died. One instance, one thread."""
+
+    def __init__(self, table: SlotTable, instance: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._table = table
+        self._instance = instance
+        self._clock = clock
+        self._ranks: dict[int, _Seen] = {}
+        self._lost: list[tuple[LostSlot, _Seen]] = []  # not yet handed out: their ranks stand still
+        self._failures: list[Failure] = []  # of slots that are gone, not yet handed out
+        self._known: set[tuple[int, int]] = set()  # (index, claim) that were counted once
+        self._epoch = -1
+        self._epoch_at = table.epoch
+        self._due = float("-inf")
+        self._world = 0
+        self._points: list[tuple[int, int]] = []  # the usual case: word indices of (saved, loaded) to take the least of
+        self._fixed = (0, 0)  # the least of those ranks that stand still: unclaimed, or lost and not handed out
+
+    def progress(self, world: int) -> tuple[int, int]:
+        """Highest save and load number that every live rank of 0..world-1 has finished.
+
+        A rank that never claimed a slot counts as (0, 0). One that died counts with its last numbers until `take_lost`
+        has handed it out, then it is left out. With no rank left: (0, 0).
+        """
+        words = self._table.words
+        if words[self._epoch_at] != self._epoch or world != self._world or self._clock() > self._due:
+            self._look(world)
+        saved, loaded = self._fixed
+        for saved_at, loaded_at in self._points:
+            number = words[saved_at]
+            if number < saved:
+                saved = number
+            number = words[loaded_at]
+            if number < loaded:
+                loaded = number
+        return saved, loaded
+
+    @property
+    def lost_waiting(self) -> bool:
+        """Whether workers are known to be lost that `take_lost` has yet to hand out."""
+        return bool(self._lost)
+
+    def take_lost(self) -> list[LostSlot]:
+        """Workers lost since the last call. Quarantine their unfinished saves before asking for progress again."""
+        self._look(self._world)
+        lost, self._lost = self._lost, []
+        for each, seen in lost:
+            if not self._table.held(seen.index):
+                self._table.bury(seen.index, seen.claim)
+            if self._ranks.get(each.rank) is seen:
+                seen.alive = False
+        self._epoch = -1
+        return [each for each, _ in lost]
+
+    def dead_ranks(self, world: int) -> frozenset[int]:
+        """Ranks of 0..world-1 whose newest worker is dead."""
+        self._look(world)
+        gone = {each.rank for each, seen in self._lost if self._ranks.get(each.rank) is seen}
+        return frozenset(
+            rank for rank, seen in self._ranks.items() if 0 <= rank < world and (rank in gone or not seen.alive)
+        )
+
+    def take_failures(self) -> list[Failure]:
+        """Failures since the last call, in each worker's order. Take them after `progress` and before acting on it."""
+        _order()
+        failures, self._failures = self._failures, []
+        for rank, seen in self._ranks.items():
+            if seen.alive:
+                failures += self._failures_of(rank, seen)
+        return failures
+
+    def _look(self, world: int) -> None:
+        """Read the whole table: who is there, who is new, who is gone."""
+        table, words = self._table, self._table.words
+        self._epoch, self._world, self._due = words[self._epoch_at], world, self._clock() + _PROBE_SECONDS
+        newest: dict[int, tuple[int, int]] = {}
+        for index in range(table.count):
+            at = table.word_of(index)
+            claim, rank = words[at + _CLAIM], words[at + _RANK]
+            if claim and words[at + _INSTANCE] == self._instance and newest.get(rank, (0, 0))[0] < claim:
+                newest[rank] = (claim, index)
+        waiting = {id(seen) for _, seen in self._lost}
+        for rank, seen in list(self._ranks.items()):
+            if id(seen) in waiting or not seen.alive:
+                continue
+            if words[seen.at + _CLAIM] != seen.claim:
+                self._gone(rank, seen, released=words[seen.at + _CLAIM] == 0 and not table.held(seen.index))
+            elif newest.get(rank, (0, 0)) != (seen.claim, seen.index) or not table.held(seen.index):
+                self._gone(rank, seen, released=False)
+            else:
+                seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
+        for rank, (claim, index) in newest.items():
+            if (index, claim) not in self._known:
+                self._known.add((index, claim))
+                self._ranks[rank] = seen = _Seen(index, claim, table.word_of(index))
+                if not table.held(index):
+                    self._gone(rank, seen, released=False)
+        self._points = []
+        standing = {id(seen) for _, seen in self._lost}
+        fixed = [(each.saved, each.loaded) for each, _ in self._lost if 0 <= each.rank < world]
+        for rank in range(world):
+            current = self._ranks.get(rank)
+            if current is None:
+                fixed.append((0, 0))
+            elif current.alive and id(current) not in standing:
+                self._points.append((current.at + _SAVED, current.at + _LOADED))
+        if not fixed:
+            fixed = [(_NEVER, _NEVER)] if self._points else [(0, 0)]
+        self._fixed = min(saved for saved, _ in fixed), min(loaded for _, loaded in fixed)
+
+    def _gone(self, rank: int, seen: _Seen, *, released: bool) -> None:
+        """A slot that was counted is no longer there. Its last words still count if nobody has claimed it since."""
+        words = self._table.words
+        if words[seen.at + _CLAIM] in (seen.claim, 0):
+            _order()
+            self._failures += self._failures_of(rank, seen)
+            seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
+        if released:
+            del self._ranks[rank]
+        else:
+            self._lost.append((LostSlot(rank, seen.saved, seen.loaded), seen))
+
+    def _failures_of(self, rank: int, seen: _Seen) -> list[Failure]:
+        words = self._table.words
+        count = words[seen.at + _FAILED]
+        if count == seen.taken:
+            return []
+        fresh = (count - seen.taken) & _NUMBER
+        found = []
+        if fresh > RING:
+            saved, loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
+            found += [Failure(rank, "saves-through", saved), Failure(rank, "loads-through", loaded)]
+        for at in range(max(0, fresh - RING), fresh):
+            word = words[seen.at + _RING + (seen.taken + at) % RING]
+            found.append(Failure(rank, "load" if word & _LOAD_BIT else "save", word & _NUMBER))
+        seen.taken = count
+        return found
