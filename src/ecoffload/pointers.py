@@ -160,31 +160,30 @@ def offset_addresses(base: object, offsets: object, sizes: object = 0) -> Words:
     """
     starts, steps, lengths = as_addresses(base), _read(offsets, _OFFSET), _read(sizes, _SIZE)
     try:
-        starts, steps, lengths = np.broadcast_arrays(starts, steps, lengths)
+        # asarray: a ufunc answers 0-d arrays with a scalar, and numpy warns of a scalar's overflow.
+        result = np.asarray(np.add(starts, steps))
+        bad = np.asarray(result < starts)
+        if lengths.ndim or lengths:
+            room = np.asarray(np.invert(result))  # 2**64 - 1 - address: room + 1 bytes still end at 2**64
+            bad = np.asarray(bad | (lengths > room) & (np.asarray(np.subtract(lengths, room)) != 1))
     except ValueError as error:
         raise AddressError(
             f"base, offsets and sizes of shapes {starts.shape}, {steps.shape}, {lengths.shape} do not belong together",
             index=None,
             value=None,
         ) from error
-    # asarray: a ufunc answers with a scalar for 0-d arrays, and numpy warns of overflow on scalars only.
-    result = np.asarray(np.add(starts, steps))
-    room = np.invert(result)  # 2**64 - 1 - address: a range of room + 1 bytes still ends at 2**64
-    wrapped = np.asarray(result < starts)
-    beyond = np.asarray((lengths > room) & (lengths - room != 1))
-    if wrapped.any() or beyond.any():
-        flat = int(np.argmax((wrapped | beyond).reshape(-1)))
-        address = int(starts.flat[flat]) + int(steps.flat[flat])
-        size = int(lengths.flat[flat])
+    if bad.any():
+        flat = int(np.argmax(bad.reshape(-1)))
+        start, step, size = (int(np.broadcast_to(a, bad.shape).flat[flat]) for a in (starts, steps, lengths))
+        address, index = start + step, _unravel(flat, bad.shape)
         what = f"address {address:#x}" if address >= _LIMIT else f"the end of {size} bytes at {address:#x}"
-        index = _unravel(flat, result.shape)
         raise AddressError(
-            f"offset {int(steps.flat[flat])} from base {int(starts.flat[flat]):#x} at {_place(index)}: {what} is past "
-            "2**64; check the base, the unit of the offset and the size",
+            f"offset {step} from base {start:#x} at {_place(index)}: {what} is past 2**64; check the base, the unit of "
+            "the offset and the size",
             index=index,
             value=address if address >= _LIMIT else address + size,
         )
-    return result
+    return result if result.shape == bad.shape else np.broadcast_to(result, bad.shape).copy()
 
 
 def block_addresses(
@@ -387,19 +386,17 @@ def _read_columns(rows: object, address_columns: Collection[int]) -> Words:
 
 def _read_rows(rows: _Source, kinds: Sequence[_Kind]) -> Words:
     """``rows`` of one width, whose columns are of ``kinds``."""
-    columns: Iterable[Any]
-    if _is_array(rows):
-        columns = rows.T
-    elif not all(isinstance(row, (list, tuple)) for row in rows):
-        return _assemble(rows, kinds)
-    elif len(set(kinds)) == 1:
-        width = len(kinds)
-        return _read_list(list(chain.from_iterable(rows)), kinds[0], lambda i: divmod(i, width)).reshape(-1, width)
-    else:
-        columns = zip(*rows, strict=True)
-    words = np.empty((len(rows), len(kinds)), dtype=np.uint64)
-    for number, (column, kind) in enumerate(zip(columns, kinds, strict=True)):
-        words[:, number] = _read_cells(column, kind, partial(_in_column, number))
+    width, flat = len(kinds), []
+    if not _is_array(rows):
+        if not _are_lists(rows):
+            return _assemble(rows, kinds)
+        flat = list(chain.from_iterable(rows))
+        if len(set(kinds)) == 1:
+            return _read_list(flat, kinds[0], lambda i: divmod(i, width)).reshape(len(rows), width)
+    words = np.empty((len(rows), width), dtype=np.uint64)
+    for column, kind in enumerate(kinds):
+        cells = rows[:, column] if _is_array(rows) else flat[column::width]
+        words[:, column] = _read_cells(cells, kind, partial(_in_column, column))
     return words
 
 
@@ -464,6 +461,8 @@ def _source(values: object, kind: _Kind) -> _Source:
 
 def _width(rows: list[Any], kind: _Kind) -> int:
     width = len(rows[0])
+    if _are_lists(rows) and set(map(len, rows)) == {width}:
+        return width
     for number, row in enumerate(rows):
         if not _is_row(row):
             raise _refusal(kind, (number, 0), row, "stands among rows; make it a row, or flatten the others")
@@ -507,8 +506,14 @@ def _is_row(value: object) -> TypeIs[Sequence[object]]:
     return isinstance(value, (list, tuple)) or (_is_array(value) and value.ndim == 1)
 
 
+def _are_lists(rows: list[Any]) -> bool:
+    return all(issubclass(kind, (list, tuple)) for kind in set(map(type, rows)))
+
+
 def _natural(value: object, noun: str) -> int:
     """One int in [0, 2**64)."""
+    if type(value) is int and 0 <= value < _LIMIT:
+        return value
     kind = _Kind(noun, signed=False, by_bits=False)
     why = _why_not(value, kind)
     if why:

@@ -51,6 +51,14 @@ def test_rows_and_columns_are_broadcast():
     assert offset_addresses([[P], [1]], [1, 4097]).tolist() == [[P + 1, P + 4097], [2, 4098]]
 
 
+def test_sizes_are_broadcast_as_well():
+    assert offset_addresses(P, 4097, [0, 8]).tolist() == [P + 4097, P + 4097]
+    assert offset_addresses([P, 1], 1, [[0], [0]]).tolist() == [[P + 1, 2], [P + 1, 2]]
+    with pytest.raises(AddressError) as caught:
+        offset_addresses(TOP - 8, 0, [[8, 8], [8, 9]])
+    assert (caught.value.index, caught.value.value) == ((1, 1), TOP + 1)
+
+
 def test_two_numbers_give_one_address():
     assert int(offset_addresses(P, 4097)) == P + 4097
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import namedtuple
 from fractions import Fraction
 
 import numpy as np
@@ -86,6 +87,15 @@ def test_empty_input_gives_empty_words(empty):
     words = as_addresses(empty)
     assert words.shape == (0,)
     assert words.dtype == np.uint64
+
+
+def test_rows_without_columns_are_rows_all_the_same():
+    assert as_addresses([[], []]).shape == (2, 0)
+
+
+def test_rows_may_be_named_tuples():
+    row = namedtuple("Row", "buffer flag")
+    assert as_addresses([row(P, 1), (2, 3)]).tolist() == [[P, 1], [2, 3]]
 
 
 def test_a_contiguous_array_is_returned_as_it_is():

@@ -134,6 +134,10 @@ def test_the_encoding_of_the_devices_backend_is_taken_when_none_is_named(encodin
     assert asked == [(None, torch.device("cpu")), (None, torch.device("meta"))]
 
 
+def test_the_cpus_backend_declares_int64():
+    assert pointer_table([P]).tolist() == [P - 2**64]
+
+
 # --- PointerTable -----------------------------------------------------------------------------------------------------
 
 
