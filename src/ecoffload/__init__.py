@@ -29,6 +29,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "DeviceOps",
         "KernelSpec",
         "Limits",
+        "PointerRange",
         "Registration",
         "SwapBackend",
     ),
@@ -100,6 +101,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test holds the two list
     )
     from ecoffload.backend import (
         Limits as Limits,
+        PointerRange as PointerRange,
     )
     from ecoffload.backend import (
         Registration as Registration,

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -38,6 +39,7 @@ __all__ = [
     "EventCompletion",
     "KernelSpec",
     "Limits",
+    "PointerRange",
     "Registration",
     "SwapBackend",
 ]
@@ -154,6 +156,15 @@ class Limits(NamedTuple):
     max_descriptors: int | None = None
     max_bytes: int | None = None
     alignment: int = 1
+
+
+class PointerRange(NamedTuple):
+    """What a driver knows of an address: the allocation or registration around it, and where that lies."""
+
+    start: int
+    nbytes: int
+    kind: Literal["host", "device"]
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +320,10 @@ class SwapBackend(ABC):
 
     def limits(self, direction: Direction) -> Limits:
         """Of the live device; by default those that every declared kernel shares."""
+        return self._declared_limits
+
+    @cached_property
+    def _declared_limits(self) -> Limits:
         kernels = self.spec.kernels
         counts = [k.max_descriptors for k in kernels if k.max_descriptors is not None]
         sizes = [k.max_bytes for k in kernels if k.max_bytes is not None]
@@ -330,6 +345,13 @@ class SwapBackend(ABC):
         raise RegistrationRefused(
             f"backend {self.spec.name!r} does not register host memory", address=address, nbytes=nbytes, code=None
         )
+
+    has_pointer_query: ClassVar[bool] = False
+    """Whether :meth:`pointer_range` asks a driver; without one, addresses that a caller brings cannot be checked."""
+
+    def pointer_range(self, address: int) -> PointerRange | None:
+        """The allocation or registration that holds ``address``, or None if the driver knows of none."""
+        return None
 
     def unregister(self, registration: Registration) -> None:  # noqa: B027 - the counterpart of the default register
         """Undo :meth:`register`."""

@@ -6,7 +6,7 @@ may want to act on the details they are attributes as well (``index``, ``value``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "AddressError",
@@ -39,6 +39,10 @@ class EcoffloadError(Exception):
         self.details = details
         for name, value in details.items():
             setattr(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (workers, child probes); keyword details must survive pickling.

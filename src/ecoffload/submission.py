@@ -24,13 +24,14 @@ def submit_batch(
     *,
     sources: AddressRanges | None = None,
     destinations: AddressRanges | None = None,
+    keep: Any = None,
 ) -> Completion:
     """Submit ``batch`` on ``stream`` and own its lease from here on: it returns to the pool when the swap has ended.
 
     Every range is checked first; None says that nothing is known of that side (then the caller has checked it). An
-    empty batch completes at once. Raises :class:`DescriptorError` before anything is enqueued, or
-    :class:`SwapFailed` with the global index; after the latter, what was enqueued before is unknown, so the call has
-    waited for it before it gave the descriptors back.
+    empty batch completes at once. ``keep`` is held until the completion has ended or is dropped. Raises
+    :class:`DescriptorError` before anything is enqueued, or :class:`SwapFailed` with the global index; after the
+    latter, what was enqueued before is unknown, so the call has waited for it before it gave the descriptors back.
     """
     try:
         batch.check(sources, destinations)
@@ -64,8 +65,8 @@ def submit_batch(
         ) from exc
     if backend.spec.capabilities.snapshots_descriptors:
         batch.release()
-        return parts[-1] if len(parts) == 1 else _All(parts, None)
-    return _All(parts, batch)
+        return parts[0] if len(parts) == 1 and keep is None else _All(parts, None, keep)
+    return _All(parts, batch, keep)
 
 
 def _settle(backend: SwapBackend, parts: list[Completion], stream: Any) -> None:
@@ -85,14 +86,15 @@ def _settle(backend: SwapBackend, parts: list[Completion], stream: Any) -> None:
 class _All(Completion):
     """The end of every part of a split batch; gives the lease back exactly once, when all have ended."""
 
-    __slots__ = ("_batch", "_parts")
+    __slots__ = ("_batch", "_keep", "_parts")
 
-    def __init__(self, parts: list[Completion], batch: Batch | None) -> None:
+    def __init__(self, parts: list[Completion], batch: Batch | None, keep: Any) -> None:
         self._parts = parts
         self._batch = batch
+        self._keep = keep
 
     def _ended(self) -> None:
-        batch, self._batch = self._batch, None
+        batch, self._batch, self._keep = self._batch, None, None
         if batch is not None:
             batch.release()
 

@@ -1,0 +1,426 @@
+"""The cache of one process: put, get, get_or_encode. The facade over region, scheduler and worker.
+
+One lock guards scheduler and worker; no lock is held while an encoder runs or while the host waits for a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from ecoffload.checksums import checksum_of
+from ecoffload.dtypes import dtype_name
+from ecoffload.errors import CacheClosed, ConfigError
+from ecoffload.region import HostRegion
+from ecoffload.registry import get_backend
+from ecoffload.scheduler import OffloadScheduler
+from ecoffload.sizes import parse_size
+from ecoffload.worker import OffloadWorker, RegisterPolicy
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ecoffload.backend import SwapBackend
+
+__all__ = ["CacheStats", "EncoderCache"]
+
+MAX_KEY = 256
+DEFAULT_GRANULE = 4096
+"""Bytes. Best fit needs no large blocks, so the unit is what registration and paging need: a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts since the cache was opened, and what is held now. Bytes are entries' own bytes.
+
+    ``worker`` and ``start`` say, as plain data, which backend and paths are used, whether the host memory is
+    registered, and whether the region started new or warm (and why not).
+    """
+
+    entries: int
+    capacity_bytes: int
+    used_bytes: int
+    pinned_entries: int
+    quarantined_bytes: int
+    hits: int
+    misses: int
+    saves: int
+    saves_failed: int
+    saves_refused_too_large: int
+    saves_refused_no_room: int
+    bytes_saved: int
+    loads: int
+    loads_failed: int
+    bytes_loaded: int
+    evictions: int
+    evicted_bytes: int
+    invalidated: int
+    workers_lost: int
+    encodes: int
+    recovered: int
+    worker: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over lookups; 0.0 before the first."""
+        total = self.hits + self.misses
+        return self.hits / total if total else 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """As plain data, for JSON and logs."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"hit_rate": self.hit_rate}
+
+
+class _Encoding:
+    """An encoder at work for one key, and whoever waits for it."""
+
+    __slots__ = ("done", "event", "owner", "tensor")
+
+    def __init__(self) -> None:
+        self.owner = threading.get_ident()
+        self.done = threading.Event()
+        self.tensor: torch.Tensor | None = None
+        self.event: Any = None
+
+
+class EncoderCache:
+    """Keeps tensors in host memory under keys, and gives them back on the device, bit for bit.
+
+    * ``capacity``: host memory in bytes, or a size such as "2GiB"; reserved now, so that no later write can fail.
+    * ``device``: "cpu", "cuda", "cuda:1", ...; default "cpu", or the device of ``backend`` where one is named.
+    * ``backend``: a backend's name; default: the one that serves ``device``.
+    * ``policy``: "fifo", "lru", "s3-fifo", "gdsf" or "auto".
+    * ``register``: "require", "prefer" or "off": DMA-able host memory.
+    * ``checksum``: verify each entry's bytes before it is given back.
+    * ``directory``, ``id``, ``namespace``, ``warm``, ``reclaim_after``, ``scrub_on_close``: the host region's, see
+      :meth:`HostRegion.open`. ``warm`` keeps entries over a restart, and implies checksums.
+    * ``trust_uuids``: entries put with ``client_key=True`` may outlive the process as well.
+    * ``granule``: allocation unit in bytes, a multiple of 256.
+
+    Thread-safe. Not usable in a forked child (open one there). Raises :class:`ConfigError` for bad options,
+    :class:`NoSpace` where host memory is too small, and what :func:`get_backend` raises.
+    """
+
+    def __init__(
+        self,
+        capacity: int | str,
+        *,
+        device: str | torch.device | None = None,
+        backend: str | SwapBackend | None = None,
+        policy: str = "lru",
+        namespace: str = "",
+        register: RegisterPolicy = "prefer",
+        checksum: bool = False,
+        directory: str | os.PathLike[str] = "/dev/shm",
+        id: str | None = None,
+        warm: bool = False,
+        trust_uuids: bool = False,
+        reclaim_after: float = 3600.0,
+        scrub_on_close: bool = False,
+        granule: int = DEFAULT_GRANULE,
+    ) -> None:
+        nbytes = parse_size(capacity, option="capacity")
+        if isinstance(granule, bool) or not isinstance(granule, int) or granule < 256 or granule % 256:
+            raise ConfigError(
+                f"granule {granule!r} must be a multiple of 256 bytes (device kernels need the alignment)",
+                option="granule",
+                value=granule,
+            )
+        if backend is None or isinstance(backend, str):
+            if backend is None and device is None:
+                device = "cpu"
+            backend = get_backend(backend, device=device)
+        self._backend = backend
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._checksum = checksum or warm
+        self._trust_uuids = trust_uuids
+        self._encoding: dict[bytes, _Encoding] = {}
+        self._encoding_lock = threading.Lock()
+        self._encodes = 0
+        self.region = HostRegion.open(
+            id,
+            capacity=nbytes,
+            granule=granule,
+            namespace=namespace,
+            directory=directory,
+            warm=warm,
+            reclaim_after=reclaim_after,
+            scrub_on_close=scrub_on_close,
+        )
+        try:
+            self._scheduler = OffloadScheduler(self.region, policy=policy, checksum=self._checksum)
+            self._worker = OffloadWorker(self.region, backend, register=register)
+        except BaseException:
+            self.region.close()
+            raise
+
+    # -- the calls users make ----------------------------------------------------------------------------------------
+
+    def put(self, key: str | bytes, tensor: torch.Tensor, *, copy: bool = False, client_key: bool = False) -> bool:
+        """Keep ``tensor`` (any dtype, any shape, on this cache's device) under ``key`` (1 to 256 bytes).
+
+        True: it is there or on its way (nothing is copied if the key was known). False: too large, no room that may be
+        evicted, or its copy failed. The tensor may be dropped at once; it may be written again only after its save
+        (``flush``), or at once with ``copy=True``, which stages it on the device first. On a CPU it returns once the
+        bytes are read. ``client_key``: the key was chosen by a client, not computed from the content.
+        """
+        name = _key(key)
+        tensor = self._tensor(tensor)
+        with self._lock:
+            self._check()
+            self._poll()
+            scheduler, worker = self._scheduler, self._worker
+            if scheduler.known(name):
+                return True
+            op = scheduler.plan_save(
+                name,
+                tensor.numel() * tensor.element_size(),
+                dtype_name(tensor.dtype),
+                tuple(tensor.shape),
+                durable=self._trust_uuids or not client_key,
+            )
+            if op is None:
+                return False
+            plan = scheduler.take_plan()
+            try:
+                if copy and not self._backend.ops.host_ordered:
+                    tensor = tensor.clone()
+                worker.save(name, tensor, plan)
+                worker.flush()
+            finally:
+                scheduler.poll()
+            return scheduler.known(name)
+
+    def get(self, key: str | bytes) -> torch.Tensor | None:
+        """A tensor of its own with the bytes of ``key``, or None.
+
+        Returns at once, with the copy ordered on the caller's current stream; an entry still being saved is waited for
+        there too, not on the host. Raises :class:`SwapFailed` (``keys`` names them) if tensors handed out earlier turn
+        out to have failed.
+        """
+        name = _key(key)
+        return self._load([name]).get(name)
+
+    def get_many(self, keys: Iterable[str | bytes]) -> dict[str | bytes, torch.Tensor]:
+        """The entries that are there, under the keys as given, in one transfer; misses are left out."""
+        names: dict[bytes, str | bytes] = {}
+        for key in keys:
+            names.setdefault(_key(key), key)
+        return {names[name]: tensor for name, tensor in self._load(list(names)).items()}
+
+    def _load(self, names: list[bytes]) -> dict[bytes, torch.Tensor]:
+        with self._lock:
+            self._check()
+            self._poll()
+            scheduler = self._scheduler
+            planned = [op for name in names if (op := scheduler.plan_load(name, in_flight=not self._checksum))]
+            if not planned:
+                return {}
+            if self._checksum:
+                for op in planned:
+                    entry = scheduler.index.lookup(op.key)
+                    if entry is None or checksum_of(self.region, op.extents, op.nbytes) != entry.checksum:
+                        scheduler.cancel_load(op)
+                        if entry is not None:
+                            scheduler.index.drop(entry)
+            try:
+                return self._worker.load(scheduler.take_plan())
+            finally:
+                scheduler.poll()
+
+    def get_or_encode(self, key: str | bytes, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The entry of ``key``, or what ``encode()`` returns (kept for the next time).
+
+        One encode a key at a time: whoever asks meanwhile waits for its result. If ``encode`` raises, the caller gets
+        that exception and another waiter encodes.
+        """
+        name = _key(key)
+        while True:
+            found = self._load([name]).get(name)
+            if found is not None:
+                return found
+            with self._encoding_lock:
+                work = self._encoding.get(name)
+                if work is None:
+                    mine = self._encoding[name] = _Encoding()
+                    break
+            if work.owner == threading.get_ident():
+                raise ConfigError(
+                    f"encode for key {name!r} asked for the same key again; it would wait for itself",
+                    option="key",
+                    value=name,
+                )
+            work.done.wait()
+            if work.tensor is not None:
+                # Too large or no room: everybody who waited shares what was encoded.
+                if self.contains(name) or self._scheduler.known(name):
+                    continue
+                ops = self._backend.ops
+                ops.wait(ops.current_stream(), work.event)
+                return work.tensor
+        try:
+            with self._lock:
+                self._check()
+                known = self._scheduler.lookup(name)
+            found = self._load([name]).get(name) if known else None
+            if found is not None:
+                return found
+            tensor = encode()
+            self._tensor(tensor, what="encode() returned")
+            with self._lock:
+                self._encodes += 1
+            self.put(name, tensor)
+            ops = self._backend.ops
+            mine.event = ops.event()
+            ops.record(mine.event, ops.current_stream())
+            mine.tensor = tensor
+            return tensor
+        finally:
+            with self._encoding_lock:
+                del self._encoding[name]
+            mine.done.set()
+
+    def contains(self, key: str | bytes) -> bool:
+        """Whether ``key`` is saved: no until its save has landed. Does not count as a use."""
+        name = _key(key)
+        with self._lock:
+            self._check()
+            self._poll()
+            return self._scheduler.lookup(name)
+
+    def invalidate(self, key: str | bytes | None = None) -> int:
+        """Forget one key, or everything; returns how many entries that were."""
+        name = None if key is None else _key(key)
+        with self._lock:
+            self._check()
+            self._poll()
+            return self._scheduler.invalidate(name)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every save so far has landed (or failed), at most ``timeout`` seconds; False if time ran out."""
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = 50e-6
+        while True:
+            with self._lock:
+                self._check()
+                if not self._worker.synchronize(0, saves_only=True):
+                    done = False
+                else:
+                    self._poll()
+                    done = not self._scheduler.saving()
+            if done:
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    def stats(self) -> CacheStats:
+        """Counts and state; see :class:`CacheStats`."""
+        with self._lock:
+            self._check()
+            self._poll()
+            inner = self._scheduler.stats()
+            counts = {f.name: getattr(inner, f.name) for f in fields(inner)}
+            return CacheStats(
+                **counts,
+                encodes=self._encodes,
+                recovered=self._scheduler.recovered,
+                worker=self._worker.stats(),
+                start={"how": self.region.start, "why": self.region.start_reason},
+            )
+
+    def close(self) -> None:
+        """Wait for what is in flight, unregister and unmap. Idempotent; afterwards every call raises CacheClosed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if os.getpid() != self._pid:
+                return  # the child's copy: everything belongs to the parent
+            try:
+                self._worker.close()
+                self._scheduler.poll()
+            finally:
+                self._scheduler.close()
+                self.region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, key: str | bytes) -> bool:
+        return self.contains(key)
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._check()
+            return len(self._scheduler.index)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._scheduler.index)} entries"
+        return f"<EncoderCache {self.region.id} on {self._backend.spec.name}, {state}>"
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CacheClosed("this EncoderCache is closed; open another one")
+        if os.getpid() != self._pid:
+            raise CacheClosed("this EncoderCache was opened before the process was forked; open one in the child")
+
+    def _poll(self) -> None:
+        worker, scheduler = self._worker, self._scheduler
+        if scheduler.has_pending():
+            try:
+                worker.poll()
+            finally:
+                scheduler.poll()
+
+    def _tensor(self, tensor: torch.Tensor, what: str = "put takes") -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{what} a {type(tensor).__name__}; a torch.Tensor is needed", option="tensor")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ConfigError(
+                f"{what} a tensor of layout {tensor.layout}{' and quantized' if tensor.is_quantized else ''}; "
+                f"only dense tensors can be kept: pass to_dense(), or int_repr() and the scales",
+                option="tensor",
+                value=str(tensor.layout),
+            )
+        if not self._backend.ops.owns(tensor):
+            raise ConfigError(
+                f"{what} a tensor on {tensor.device}, this cache serves {self._backend.ops.device}; "
+                f"move it there, or open a cache for its device",
+                option="tensor",
+                value=str(tensor.device),
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor
+
+
+def _key(key: str | bytes) -> bytes:
+    if isinstance(key, str):
+        name = key.encode()
+    elif isinstance(key, bytes):
+        name = key
+    else:
+        raise ConfigError(f"a key is str or bytes, got {type(key).__name__}", option="key", value=key)
+    if not 0 < len(name) <= MAX_KEY:
+        raise ConfigError(
+            f"a key has 1 to {MAX_KEY} bytes, this one {len(name)}; hash longer ones", option="key", value=key
+        )
+    return name

@@ -1,0 +1,205 @@
+"""Swaps as plain functions: drop-ins for the operators that engines call today, over any backend.
+
+Addresses come from the caller here, so every one is checked first: against the tensors given, or by the driver's
+pointer query where it has one (drivers answer a foreign address with a segmentation fault).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ecoffload.backend import D2H, H2D, Completion, Direction, SwapBackend
+from ecoffload.descriptors import AddressRanges, DescriptorPool
+from ecoffload.errors import ConfigError, DescriptorError
+from ecoffload.pointers import as_addresses, block_addresses
+from ecoffload.registry import backend_for, get_backend
+from ecoffload.submission import submit_batch
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["swap_blocks", "swap_blocks_batch"]
+
+_pool = DescriptorPool()
+
+
+def swap_blocks(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    block_mapping: ArrayLike | torch.Tensor,
+    block_size_in_bytes: int | None = None,
+    *,
+    backend: SwapBackend | None = None,
+    stream: Any = None,
+) -> Completion:
+    """Copy whole blocks of ``src`` over blocks of ``dst``.
+
+    ``block_mapping``: (n, 2) integers, rows of source and destination block; ``block_size_in_bytes``: default the
+    bytes of ``src[0]``. Both tensors are contiguous; the direction follows from their devices, and the copy is ordered
+    on ``stream`` (default: the device's current one). Raises :class:`DescriptorError` naming the pair that leaves a
+    tensor, :class:`ConfigError` for tensors that cannot be swapped.
+    """
+    if backend is None:
+        backend = backend_for(src if src.device.type != "cpu" else dst)
+    ops = backend.ops
+    src_there, dst_there = ops.owns(src), ops.owns(dst)
+    both_cpu = ops.host_ordered and src_there and dst_there
+    if src_there == dst_there and not both_cpu:
+        raise ConfigError(
+            f"swap_blocks copies between the host and {ops.device}; got tensors on {src.device} and {dst.device}",
+            option="src",
+            value=str(src.device),
+        )
+    for name, tensor in (("src", src), ("dst", dst)):
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"{name} is not contiguous (strides {tuple(tensor.stride())}): its blocks do not lie one after another",
+                option=name,
+                value=tuple(tensor.stride()),
+            )
+    if block_size_in_bytes is None:
+        if src.dim() == 0 or src.shape[0] == 0:
+            raise ConfigError("src has no blocks; give block_size_in_bytes", option="block_size_in_bytes", value=None)
+        block_size_in_bytes = src.stride(0) * src.element_size()
+    if isinstance(block_size_in_bytes, bool) or block_size_in_bytes <= 0:
+        raise ConfigError(
+            f"block_size_in_bytes {block_size_in_bytes!r} must be above zero",
+            option="block_size_in_bytes",
+            value=block_size_in_bytes,
+        )
+    pairs = block_mapping.cpu().numpy() if isinstance(block_mapping, torch.Tensor) else np.asarray(block_mapping)
+    if pairs.size == 0:
+        pairs = pairs.reshape(0, 2).astype(np.int64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise ConfigError(
+            f"block_mapping must be (n, 2) integers, got {pairs.dtype} of shape {pairs.shape}",
+            option="block_mapping",
+            value=pairs.shape,
+        )
+    bases = [(ops if there else _host).address_of(t) for t, there in ((src, src_there), (dst, dst_there))]
+    for side, tensor in enumerate((src, dst)):
+        blocks = tensor.numel() * tensor.element_size() // block_size_in_bytes
+        bad = np.flatnonzero((pairs[:, side] < 0) | (pairs[:, side] >= blocks))
+        if len(bad):
+            at = int(bad[0])
+            raise DescriptorError(
+                f"pair {at} of block_mapping {tuple(pairs[at].tolist())}: {('src', 'dst')[side]} has blocks 0 to "
+                f"{blocks - 1} of {block_size_in_bytes} bytes",
+                index=at,
+                value=int(pairs[at, side]),
+            )
+    batch = _pool.lease(len(pairs))
+    batch.extend(
+        block_addresses(bases[0], pairs[:, 0], block_size_in_bytes),
+        block_addresses(bases[1], pairs[:, 1], block_size_in_bytes),
+        np.full(len(pairs), block_size_in_bytes, dtype=np.uint64),
+    )
+    batch.merge()
+    direction: Direction = D2H if src_there and not both_cpu else H2D
+    return submit_batch(backend, batch, direction, ops.current_stream() if stream is None else stream, keep=(src, dst))
+
+
+class _Host:
+    """Addresses of host tensors, for the side that is not the device's."""
+
+    @staticmethod
+    def address_of(tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+
+_host = _Host()
+
+
+def swap_blocks_batch(
+    src_ptrs: ArrayLike | torch.Tensor,
+    dst_ptrs: ArrayLike | torch.Tensor,
+    sizes: ArrayLike | torch.Tensor,
+    is_src_access_order_any: bool = False,
+    *,
+    direction: Direction | None = None,
+    device: str | torch.device | int | None = None,
+    stream: Any = None,
+    backend: SwapBackend | None = None,
+) -> Completion:
+    """Copy ``sizes[i]`` bytes from ``src_ptrs[i]`` to ``dst_ptrs[i]``.
+
+    Three 1-D tables of one length on the host, int64 or uint64, read by bits; sizes in bytes, zero ones are left out.
+    ``direction`` None: asked of the driver for the first address. Every address is checked by the driver's pointer
+    query where it has one. ``is_src_access_order_any`` is accepted for compatibility: copies always read in stream
+    order, since the other order has corrupted saves. Raises :class:`DescriptorError` naming the descriptor.
+    """
+    if backend is None:
+        backend = get_backend(device=device)
+    if direction not in (None, D2H, H2D):
+        raise ConfigError(f"direction {direction!r} is neither 'd2h' nor 'h2d'", option="direction", value=direction)
+    src, dst, size = as_addresses(src_ptrs), as_addresses(dst_ptrs), as_addresses(sizes)
+    if not src.ndim == dst.ndim == size.ndim == 1 or not len(src) == len(dst) == len(size):
+        raise DescriptorError(
+            f"src_ptrs, dst_ptrs and sizes must be 1-D and of one length, got {src.shape}, {dst.shape}, {size.shape}",
+            index=None,
+        )
+    negative = np.flatnonzero(size >> np.uint64(63))
+    if len(negative):
+        at = int(negative[0])
+        raise DescriptorError(
+            f"size {at} is {int(size[at].astype(np.int64))} bytes; a size is never negative",
+            index=at,
+            size=int(size[at]),
+        )
+    batch = _pool.lease(len(src))
+    try:
+        batch.extend(src, dst, size)
+        sources = destinations = None
+        if batch.count:
+            batch.check(None, None)
+            if backend.has_pointer_query:
+                sources, kinds = _known_ranges(backend, src, size)
+                destinations, _ = _known_ranges(backend, dst, size)
+                if direction is None:
+                    direction = D2H if kinds.get(0) == "device" else H2D
+            elif direction is None:
+                if not backend.ops.host_ordered:
+                    raise ConfigError(
+                        f"backend {backend.spec.name!r} cannot tell whose an address is; give direction='d2h' or 'h2d'",
+                        option="direction",
+                        value=None,
+                    )
+                direction = H2D
+            batch.merge(sources, destinations)
+    except BaseException:
+        batch.release()
+        raise
+    return submit_batch(
+        backend,
+        batch,
+        direction or H2D,
+        backend.ops.current_stream() if stream is None else stream,
+        sources=sources,
+        destinations=destinations,
+    )
+
+
+def _known_ranges(
+    backend: SwapBackend, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]
+) -> tuple[AddressRanges, dict[int, str]]:
+    """The driver's ranges around these addresses, asked once an allocation, and the kind of the first address."""
+    wanted = np.sort(addresses[sizes != 0])
+    ranges: list[tuple[int, int]] = []
+    kinds: dict[int, str] = {}
+    first = int(addresses[np.flatnonzero(sizes)[0]])
+    at = 0
+    while at < len(wanted):
+        address = int(wanted[at])
+        found = backend.pointer_range(address)
+        if found is None:
+            at += 1  # left out of the ranges: the check names its descriptor
+            continue
+        ranges.append((found.start, found.nbytes))
+        if found.start <= first < found.start + found.nbytes:
+            kinds[0] = found.kind
+        last = found.start + found.nbytes - 1
+        at = max(at + 1, int(np.searchsorted(wanted, np.uint64(last), side="right")))
+    return AddressRanges(ranges), kinds
