@@ -129,10 +129,11 @@ def reopen(fd: int) -> int:
 
 
 class Mount(NamedTuple):
-    """The file system under a descriptor: its kind ("tmpfs", "hugetlbfs", else a number), page size and bytes free."""
+    """The file system of a descriptor: its kind ("tmpfs", "hugetlbfs", a number), page size, bytes in all, free."""
 
     kind: str
     page: int
+    size: int
     free: int
 
     @property
@@ -150,7 +151,8 @@ def mount_of(fd: int) -> Mount:
     stat = os.fstatvfs(fd)
     # A tmpfs mounted with size=0 has no limit and reports no blocks at all.
     free = stat.f_bavail * stat.f_frsize if stat.f_blocks else 1 << 62
-    return Mount(kind, stat.f_bsize if kind == "hugetlbfs" else mmap.PAGESIZE, free)
+    page = stat.f_bsize if kind == "hugetlbfs" else mmap.PAGESIZE
+    return Mount(kind, page, max(free, stat.f_blocks * stat.f_frsize), free)
 
 
 def map_shared(fd: int, nbytes: int) -> int:

@@ -36,7 +36,9 @@ _HIGH = 0xFFFFFFFF << 32
 # Bytes of an element of every dtype that a record may name (torch's names; packed sub-byte types count one byte).
 _ITEMSIZE = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("bits8", "bits4x2", "bits2x4", "bits1x8"), 1),
+    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16", "bits16"), 2),
     **dict.fromkeys(("uint32", "int32", "float32", "complex32", "qint32"), 4),
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
@@ -228,6 +230,13 @@ class Journal:
             )
         if dtype not in _ITEMSIZE:
             raise ConfigError(f"the journal knows no dtype {dtype!r}", option="dtype", value=dtype)
+        if prod(shape) * _ITEMSIZE[dtype] != nbytes or min(shape, default=0) < 0 or not self._fit(extents, nbytes):
+            raise ConfigError(
+                f"{nbytes} bytes of shape {tuple(shape)} and dtype {dtype} in extents {tuple(extents)} cannot be: "
+                f"granules have {self._granule} bytes, the region {self._capacity}",
+                option="extents",
+                value=tuple(extents),
+            )
         pairs = [number for extent in extents for number in extent]
         return _BODY.pack(
             generation,
@@ -270,12 +279,12 @@ class Journal:
             handle, key[:key_length], generation, extents, nbytes, name, shape, checksum if has_checksum else None
         )
 
-    def _fit(self, extents: Iterable[Extent], nbytes: int) -> bool:
+    def _fit(self, extents: Iterable[tuple[int, int]], nbytes: int) -> bool:
         """Whether extents are whole granules inside the region, cross no edge and hold exactly `nbytes` rounded up."""
         total = 0
         for offset, length in extents:
             end = offset + length
-            if length == 0 or offset % self._granule or length % self._granule or end > self._capacity:
+            if length <= 0 or offset < 0 or offset % self._granule or length % self._granule or end > self._capacity:
                 return False
             if any(offset < edge < end for edge in self._edges):
                 return False

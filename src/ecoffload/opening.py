@@ -360,7 +360,8 @@ class Opener:
 
     def _no_space(self, fd: int, reason: str) -> NoSpace:
         held = os.fstat(fd).st_blocks * 512  # what a failed population has taken goes back with the file
-        free = hostmem.mount_of(fd).free + held
+        mount = hostmem.mount_of(fd)
+        free = mount.free + held
         asked = self.header.total
         group, machine = hostmem.cgroup_headroom(), hostmem.memory_available()
         least = min((each for each in (group, machine) if each), default=None, key=lambda each: each.nbytes)
@@ -370,7 +371,7 @@ class Opener:
             text.append(f"{group.nbytes} left in the memory cgroup ({group.source})")
         if machine:
             text.append(f"{machine.nbytes} available on the machine")
-        mib = -(-(asked + held) // (1 << 20)) + 1
+        mib = -(-(mount.size - free + asked) // (1 << 20))  # what lies there now stays
         remedies = ["ask for a smaller capacity"]
         if asked > free:
             remedies.append(

@@ -80,7 +80,7 @@ def list_regions(directory: str | os.PathLike[str] = "/dev/shm") -> list[RegionI
     found = []
     for path in sorted(Path(directory).glob(PREFIX + "*")):
         with _opened(path) as fd:
-            info = _inspect(path, fd)
+            info = _inspect(path, fd, thorough=True)
         if info is not None:
             found.append(info)
     return found
@@ -150,8 +150,8 @@ def _opened(path: Path) -> Iterator[int | None]:
         os.close(fd)
 
 
-def _inspect(path: Path, fd: int | None) -> RegionInfo | None:
-    """What one file is; None if it went away."""
+def _inspect(path: Path, fd: int | None, *, thorough: bool = False) -> RegionInfo | None:
+    """What one file is; None if it went away. Mappers and entries cost a walk and are counted only if `thorough`."""
     try:
         status = path.lstat() if fd is None else os.fstat(fd)
     except FileNotFoundError:
@@ -179,8 +179,10 @@ def _inspect(path: Path, fd: int | None) -> RegionInfo | None:
         ownerless=None if state != "ownerless" else max(0.0, now - since) if since else 0.0,
         namespace=header.namespace if header else "",
         warm=bool(header and header.warm),
-        entries=count_commits(fd, header.journal_offset, header.journal_records) if header and fd is not None else 0,
-        mappers=_mappers(status) if state == "live" else (),
+        entries=count_commits(fd, header.journal_offset, header.journal_records)
+        if thorough and header and fd is not None
+        else 0,
+        mappers=_mappers(status) if thorough and state == "live" else (),
     )
 
 

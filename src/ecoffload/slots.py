@@ -178,8 +178,10 @@ class SlotTable:
         try:
             with _Mutex(fd, self._mutex):
                 claims = [self.words[self.word_of(index) + _CLAIM] for index in range(self.count)]
-                # Free ones first, then those whose claim is oldest.
-                for index in sorted(range(self.count), key=claims.__getitem__):
+                # Free ones first, in turn, so that a reader still finds the last words of one just released; then
+                # those whose claim is oldest.
+                turn = self.words[self._claims] % self.count
+                for index in sorted(range(self.count), key=lambda each: (claims[each], (each - turn) % self.count)):
                     if try_lock(fd, *self.range_of(index)):
                         break
                 else:
@@ -241,14 +243,16 @@ class _Mutex:
         unlock(self._fd, self._byte, 1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seen:
-    """What the scheduler knows of one rank's slot. `taken`: failures handed out so far."""
+    """What the scheduler knows of one rank's slot. `state` goes from "live" to "released", or through "lost" (not yet
+    handed out: the rank stands still) to "dead" (left out). `taken`: failures handed out so far."""
 
+    rank: int
     index: int
     claim: int
     at: int
-    alive: bool = True
+    state: Literal["live", "released", "lost", "dead"] = "live"
     taken: int = 0
     saved: int = 0
     loaded: int = 0
@@ -261,8 +265,8 @@ class SlotBoard:
         self._table = table
         self._instance = instance
         self._clock = clock
-        self._ranks: dict[int, _Seen] = {}
-        self._lost: list[tuple[LostSlot, _Seen]] = []  # not yet handed out: their ranks stand still
+        self._ranks: dict[int, _Seen] = {}  # the newest of each rank
+        self._lost: list[_Seen] = []  # not yet handed out
         self._failures: list[Failure] = []  # of slots that are gone, not yet handed out
         self._known: set[tuple[int, int]] = set()  # (index, claim) that were counted once
         self._epoch = -1
@@ -270,13 +274,15 @@ class SlotBoard:
         self._due = float("-inf")
         self._world = 0
         self._points: list[tuple[int, int]] = []  # the usual case: word indices of (saved, loaded) to take the least of
-        self._fixed = (0, 0)  # the least of those ranks that stand still: unclaimed, or lost and not handed out
+        self._fixed = (0, 0)  # the least of those ranks that stand still: unclaimed, or lost
+        self._saved = self._loaded = 0  # the highest answer so far
 
     def progress(self, world: int) -> tuple[int, int]:
-        """Highest save and load number that every live rank of 0..world-1 has finished.
+        """Highest save and load number that every live rank of 0..world-1 has finished. Never goes back.
 
         A rank that never claimed a slot counts as (0, 0). One that died counts with its last numbers until `take_lost`
-        has handed it out, then it is left out. With no rank left: (0, 0).
+        has handed it out, then it is left out, as one is that released its slot. With no rank left nothing moves.
+        The words are the workers': a number beyond the last one that was given out is a broken slot's.
         """
         words = self._table.words
         if words[self._epoch_at] != self._epoch or world != self._world or self._clock() > self._due:
@@ -289,7 +295,11 @@ class SlotBoard:
             number = words[loaded_at]
             if number < loaded:
                 loaded = number
-        return saved, loaded
+        if saved > self._saved:
+            self._saved = saved
+        if loaded > self._loaded:
+            self._loaded = loaded
+        return self._saved, self._loaded
 
     @property
     def lost_waiting(self) -> bool:
@@ -300,83 +310,75 @@ class SlotBoard:
         """Workers lost since the last call. Quarantine their unfinished saves before asking for progress again."""
         self._look(self._world)
         lost, self._lost = self._lost, []
-        for each, seen in lost:
-            if not self._table.held(seen.index):
-                self._table.bury(seen.index, seen.claim)
-            if self._ranks.get(each.rank) is seen:
-                seen.alive = False
-        self._epoch = -1
-        return [each for each, _ in lost]
+        for seen in lost:
+            seen.state = "dead"
+            self._table.bury(seen.index, seen.claim)
+        self._epoch = -1  # their ranks move again
+        return [LostSlot(seen.rank, seen.saved, seen.loaded) for seen in lost]
 
     def dead_ranks(self, world: int) -> frozenset[int]:
         """Ranks of 0..world-1 whose newest worker is dead."""
         self._look(world)
-        gone = {each.rank for each, seen in self._lost if self._ranks.get(each.rank) is seen}
         return frozenset(
-            rank for rank, seen in self._ranks.items() if 0 <= rank < world and (rank in gone or not seen.alive)
+            rank for rank, seen in self._ranks.items() if 0 <= rank < world and seen.state in ("lost", "dead")
         )
 
     def take_failures(self) -> list[Failure]:
         """Failures since the last call, in each worker's order. Take them after `progress` and before acting on it."""
         _order()
         failures, self._failures = self._failures, []
-        for rank, seen in self._ranks.items():
-            if seen.alive:
-                failures += self._failures_of(rank, seen)
+        for seen in self._ranks.values():
+            if seen.state == "live":
+                failures += self._failures_of(seen)
         return failures
 
     def _look(self, world: int) -> None:
         """Read the whole table: who is there, who is new, who is gone."""
         table, words = self._table, self._table.words
         self._epoch, self._world, self._due = words[self._epoch_at], world, self._clock() + _PROBE_SECONDS
-        newest: dict[int, tuple[int, int]] = {}
+        newest: dict[int, tuple[int, int]] = {}  # rank -> claim, slot
         for index in range(table.count):
             at = table.word_of(index)
             claim, rank = words[at + _CLAIM], words[at + _RANK]
-            if claim and words[at + _INSTANCE] == self._instance and newest.get(rank, (0, 0))[0] < claim:
-                newest[rank] = (claim, index)
-        waiting = {id(seen) for _, seen in self._lost}
+            if claim > newest.get(rank, (0, 0))[0] and words[at + _INSTANCE] == self._instance:
+                newest[rank] = claim, index
         for rank, seen in list(self._ranks.items()):
-            if id(seen) in waiting or not seen.alive:
-                continue
-            if words[seen.at + _CLAIM] != seen.claim:
-                self._gone(rank, seen, released=words[seen.at + _CLAIM] == 0 and not table.held(seen.index))
-            elif newest.get(rank, (0, 0)) != (seen.claim, seen.index) or not table.held(seen.index):
-                self._gone(rank, seen, released=False)
-            else:
-                seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
+            if seen.state == "live":
+                if newest.get(rank) == (seen.claim, seen.index) and table.held(seen.index):
+                    seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
+                else:
+                    self._gone(seen)
         for rank, (claim, index) in newest.items():
             if (index, claim) not in self._known:
                 self._known.add((index, claim))
-                self._ranks[rank] = seen = _Seen(index, claim, table.word_of(index))
+                self._ranks[rank] = seen = _Seen(rank, index, claim, table.word_of(index))
                 if not table.held(index):
-                    self._gone(rank, seen, released=False)
+                    self._gone(seen)
+        fixed = [(seen.saved, seen.loaded) for seen in self._lost if seen.rank < world]
         self._points = []
-        standing = {id(seen) for _, seen in self._lost}
-        fixed = [(each.saved, each.loaded) for each, _ in self._lost if 0 <= each.rank < world]
         for rank in range(world):
             current = self._ranks.get(rank)
             if current is None:
                 fixed.append((0, 0))
-            elif current.alive and id(current) not in standing:
+            elif current.state == "live":
                 self._points.append((current.at + _SAVED, current.at + _LOADED))
         if not fixed:
             fixed = [(_NEVER, _NEVER)] if self._points else [(0, 0)]
         self._fixed = min(saved for saved, _ in fixed), min(loaded for _, loaded in fixed)
 
-    def _gone(self, rank: int, seen: _Seen, *, released: bool) -> None:
-        """A slot that was counted is no longer there. Its last words still count if nobody has claimed it since."""
+    def _gone(self, seen: _Seen) -> None:
+        """A slot that was counted is its worker's no more. Its last words count unless it was claimed since."""
         words = self._table.words
-        if words[seen.at + _CLAIM] in (seen.claim, 0):
-            _order()
-            self._failures += self._failures_of(rank, seen)
+        claim = words[seen.at + _CLAIM]
+        if claim in (seen.claim, 0):
             seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
-        if released:
-            del self._ranks[rank]
-        else:
-            self._lost.append((LostSlot(rank, seen.saved, seen.loaded), seen))
+            _order()
+            self._failures += self._failures_of(seen)
+        seen.state = "lost" if claim else "released"
+        if claim:
+            self._lost.append(seen)
 
-    def _failures_of(self, rank: int, seen: _Seen) -> list[Failure]:
+    def _failures_of(self, seen: _Seen) -> list[Failure]:
         words = self._table.words
         count = words[seen.at + _FAILED]
         if count == seen.taken:
@@ -385,9 +387,9 @@ class SlotBoard:
         found = []
         if fresh > RING:
             saved, loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
-            found += [Failure(rank, "saves-through", saved), Failure(rank, "loads-through", loaded)]
+            found += [Failure(seen.rank, "saves-through", saved), Failure(seen.rank, "loads-through", loaded)]
         for at in range(max(0, fresh - RING), fresh):
             word = words[seen.at + _RING + (seen.taken + at) % RING]
-            found.append(Failure(rank, "load" if word & _LOAD_BIT else "save", word & _NUMBER))
+            found.append(Failure(seen.rank, "load" if word & _LOAD_BIT else "save", word & _NUMBER))
         seen.taken = count
         return found
