@@ -215,9 +215,11 @@ class _Suite:
             outcome = entry["outcome"]
             backend["counts"][outcome] = backend["counts"].get(outcome, 0) + 1
             backend["facts"].update(entry["facts"])
-            kept = {k: entry[k] for k in ("id", "since", "outcome", "reason", "seconds")}
+            kept = {k: entry[k] for k in ("id", "case", "since", "outcome", "reason", "seconds")}
             if outcome == "not asked":
-                backend["not_asked"].append({"id": kept["id"], "reason": kept["reason"]})
+                not_asked = {"id": kept["id"], "reason": kept["reason"]}
+                if not_asked not in backend["not_asked"]:
+                    backend["not_asked"].append(not_asked)
             else:
                 backend["tests"].append(kept)
         return found
@@ -229,7 +231,8 @@ def _about(item: pytest.Item) -> dict[str, Any] | None:
         return None
     callspec = getattr(item, "callspec", None)
     backend = callspec.params.get(_FIXTURE, "") if callspec is not None else ""
-    return {"id": marker.kwargs["id"], "since": marker.kwargs["since"], "backend": backend}
+    case = {k: v for k, v in callspec.params.items() if k != _FIXTURE} if callspec is not None else {}
+    return {"id": marker.kwargs["id"], "since": marker.kwargs["since"], "backend": backend, "case": case}
 
 
 def _last_line(text: str) -> str:
