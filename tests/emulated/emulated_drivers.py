@@ -114,7 +114,7 @@ class Emulated:
         """Take back every fault."""
         for name in ("gate_closed", "fail_submit", "fail_submit_index", "fail_late", "lost"):
             self.set(name, 0)
-        for name in ("refuse_registration", "registrations_before_refusal"):
+        for name in ("refuse_registration", "registrations_before_refusal", "refusals"):
             self.set(name, 0)
 
 

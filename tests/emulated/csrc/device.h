@@ -37,7 +37,7 @@ static struct {
         /* knobs */
         base, alias_offset, lateness_us, gate_closed, version, devices, batch_limit,
         /* faults: a code, and where it strikes; 0 is "none" */
-        fail_submit, fail_submit_index, fail_late, lost, refuse_registration, registrations_before_refusal,
+        fail_submit, fail_submit_index, fail_late, lost, refuse_registration, registrations_before_refusal, refusals,
         /* counters */
         batch_calls, batch_copies, batch_with_attributes, single_copies, largest_batch, captured, invalidated,
         registrations, allocations, streams, events, finished_copies;
@@ -47,7 +47,7 @@ static const struct { const char *name; uint64_t *word; } emu_words[] = {
 #define WORD(name) {#name, &emu.name}
     WORD(base), WORD(alias_offset), WORD(lateness_us), WORD(gate_closed), WORD(version), WORD(devices),
     WORD(batch_limit), WORD(fail_submit), WORD(fail_submit_index), WORD(fail_late), WORD(lost),
-    WORD(refuse_registration), WORD(registrations_before_refusal), WORD(batch_calls), WORD(batch_copies),
+    WORD(refuse_registration), WORD(registrations_before_refusal), WORD(refusals), WORD(batch_calls), WORD(batch_copies),
     WORD(batch_with_attributes), WORD(single_copies), WORD(largest_batch), WORD(captured), WORD(invalidated),
     WORD(registrations), WORD(allocations), WORD(streams), WORD(events), WORD(finished_copies),
 #undef WORD
@@ -376,7 +376,11 @@ static int host_register(uint64_t address, uint64_t nbytes, int twice) {
     int code = unsafe_call();
     if (code || !address || !nbytes || address + nbytes < address) return leave(code ? code : INVALID_VALUE);
     if (emu.refuse_registration) {
-        if (!emu.registrations_before_refusal) return leave((int)emu.refuse_registration);
+        code = (int)emu.refuse_registration;
+        if (!emu.registrations_before_refusal) {
+            if (emu.refusals && !--emu.refusals) emu.refuse_registration = 0; /* refusals 0: for good */
+            return leave(code);
+        }
         emu.registrations_before_refusal--;
     }
     for (size_t i = 0; i < registered.count; i++) {
@@ -474,24 +478,33 @@ static int capture_refuses(Stream *stream) { /* a batch has no place in a graph 
     return CAPTURE_UNSUPPORTED;
 }
 
-static int fault(size_t *fail) { /* the submit that a test wants to fail */
-    int code = (int)emu.fail_submit;
-    if (fail) *fail = (size_t)emu.fail_submit_index;
+/* The copy among the next `count` that a test wants refused, NONE if it is not due; *code. fail_submit_index counts from
+ * the next copy submitted; -1: the next call, blaming no one copy. */
+static size_t due(size_t count, int *code) {
+    *code = OK;
+    if (!emu.fail_submit) return NONE;
+    if (emu.fail_submit_index != UINT64_MAX && emu.fail_submit_index >= count) {
+        emu.fail_submit_index -= count;
+        return NONE;
+    }
+    size_t index = (size_t)emu.fail_submit_index;
+    *code = (int)emu.fail_submit;
     emu.fail_submit = emu.fail_submit_index = 0;
-    return code;
+    return index;
 }
 
 static int copy_one(uint64_t dst, uint64_t src, uint64_t size, uint64_t handle) {
     ENTER();
     STREAM(stream, handle);
     emu.single_copies++;
-    if (emu.fail_submit) return leave(fault(NULL));
-    if (!size) return leave(OK);
+    int code;
+    due(1, &code);
+    if (code || !size) return leave(code);
     Copy copy = {.size = size};
     int pageable = 0;
     size_t blame;
     char *real;
-    int code = locate(dst, size, 0, &copy.dst, &pageable, &blame);
+    code = locate(dst, size, 0, &copy.dst, &pageable, &blame);
     if (!code) code = locate(src, size, 0, &real, &pageable, &blame);
     if (code == -1) {
 #ifdef FOREIGN_ENDS_PROCESS

@@ -114,7 +114,6 @@ static int batch(uint64_t *dsts, uint64_t *srcs, size_t *sizes, size_t count, hi
     emu.batch_calls++;
     if (!fail) return leave(INVALID_VALUE);
     *fail = NONE;
-    if (emu.fail_submit) return leave(fault(fail));
     if (number && old) return leave(NOT_SUPPORTED);
     STREAM(stream, handle);
     if (!dsts || !srcs || !sizes || !count) return leave(INVALID_VALUE);
@@ -133,9 +132,18 @@ static int batch(uint64_t *dsts, uint64_t *srcs, size_t *sizes, size_t count, hi
     emu.batch_copies += count;
     if (count > emu.largest_batch) emu.largest_batch = count;
     Copy *copies = malloc(count * sizeof *copies);
-    size_t blame, i;
-    for (i = 0; i < count; i++) {
+    size_t blame, i, bad = due(count, &code);
+    int wanted = code;
+    if (wanted && bad == NONE) { /* the call as a whole */
+        free(copies);
+        return leave(wanted);
+    }
+    for (i = 0, code = OK; i < count; i++) {
         char *src;
+        if (wanted && i == bad) {
+            code = wanted;
+            break;
+        }
         copies[i].size = sizes[i];
         code = locate(dsts[i], sizes[i], i, &copies[i].dst, &wait, &blame);
         if (!code) code = locate(srcs[i], sizes[i], i, &src, &wait, &blame);
@@ -144,7 +152,7 @@ static int batch(uint64_t *dsts, uint64_t *srcs, size_t *sizes, size_t count, hi
     }
     if (code) *fail = i;
     enqueue(stream, copies, code && !old ? 0 : i, wait); /* a loop leaves what came before the bad one */
-    return leave(code ? INVALID_VALUE : OK);
+    return leave(code == -1 ? INVALID_VALUE : code);
 }
 
 EXPORT hipError_t hipMemcpyBatchAsync(void **dsts, void **srcs, size_t *sizes, size_t count,

@@ -237,7 +237,9 @@ EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t 
     NEED_CONTEXT();
     ENTER();
     emu.batch_calls++;
-    if (emu.fail_submit) return leave(fault(fail));
+    int code;
+    *fail = due(count, &code);
+    if (code) return leave(code);
     if ((uint64_t)(uintptr_t)handle <= 1) return leave(INVALID_VALUE); /* the default stream, by either name */
     STREAM(stream, (uint64_t)(uintptr_t)handle);
     if (!dsts || !srcs || !sizes || !count || !attributes || !firsts || !number || number > count || firsts[0])
@@ -248,7 +250,7 @@ EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t 
         if (attributes[i].srcAccessOrder < 1 || attributes[i].srcAccessOrder > 3) return leave(INVALID_VALUE);
         drained |= attributes[i].srcAccessOrder == 2;
     }
-    int code = capture_refuses(stream);
+    code = capture_refuses(stream);
     if (code) return leave(code);
     Copy *copies = malloc(count * sizeof *copies);
     for (size_t i = 0; i < count; i++) {
