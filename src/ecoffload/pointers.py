@@ -109,9 +109,10 @@ class PointerEncoding(BaseModel):
         else:
             high = words.view(np.int64) >> np.int64(self.address_bits - 1)
             bad = (high != 0) & (high != -1)
-        _refuse_first(
-            bad, words, "address", f"is not canonical: expected {self.address_bits} bits, {self.canonical} to 64"
-        )
+        if np.any(bad):
+            flat = int(np.argmax(np.reshape(bad, -1)))
+            why = f"is not canonical: expected {self.address_bits} bits, {self.canonical} to 64"
+            raise _refusal(_ADDRESS, _unravel(flat, words.shape), int(words.reshape(-1)[flat]), why)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -448,11 +449,11 @@ def _read_list(values: Sequence[object], kind: _Kind, locate: _Locate) -> Words:
 
 def _source(values: object, kind: _Kind) -> _Source:
     """An array of what has a dtype (arrays, tensors, typed buffers), a list of what has not."""
-    if _is_array(values) or isinstance(values, list):
+    if isinstance(values, list):
         return values
     if _is_tensor(values):
         return _host_array(values, kind)
-    if isinstance(values, (array, memoryview)):
+    if isinstance(values, (np.ndarray, array, memoryview)):
         return np.asarray(values)
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, bytearray, Set, Mapping)):
         return list(values)
@@ -473,19 +474,18 @@ def _width(rows: list[Any], kind: _Kind) -> int:
 
 def _host_array(tensor: torch.Tensor, kind: _Kind) -> npt.NDArray[Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if not dtype.startswith(("int", "uint")):
-        value = tensor.detach().reshape(-1)[0].item() if tensor.numel() and tensor.device.type != "meta" else None
-        index = _unravel(0, tuple(tensor.shape)) if tensor.numel() else None
-        raise _wrong_dtype(kind, dtype, value, index)
     try:
-        return tensor.detach().cpu().numpy()
+        if dtype.startswith(("int", "uint")):
+            return tensor.detach().cpu().numpy()
+        value = tensor.detach().reshape(-1)[0].item() if tensor.numel() else None
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise AddressError(
             f"{kind.noun}: a tensor of {dtype} on {tensor.device} with layout {tensor.layout} has no words to read; "
-            "pass a dense one that has data",
+            "pass a dense one of integers that has data",
             index=None,
             value=None,
         ) from error
+    raise _wrong_dtype(kind, dtype, value, _unravel(0, tuple(tensor.shape)) if tensor.numel() else None)
 
 
 def _is_array(value: object) -> TypeIs[npt.NDArray[Any]]:
@@ -574,13 +574,6 @@ def _wrong_dtype(kind: _Kind, dtype: str, value: object, index: _Index | None) -
         index=index,
         value=value,
     )
-
-
-def _refuse_first(bad: npt.NDArray[np.bool_], words: Words, noun: str, why: str) -> None:
-    if np.any(bad):
-        flat = int(np.argmax(np.asarray(bad).reshape(-1)))
-        kind = _Kind(noun, signed=False, by_bits=True)
-        raise _refusal(kind, _unravel(flat, words.shape), int(words.reshape(-1)[flat]), why)
 
 
 def _unravel(flat: int, shape: tuple[int, ...]) -> _Index:

@@ -238,8 +238,9 @@ def test_a_negative_narrow_integer_is_refused_since_it_is_not_the_bits_of_an_add
         torch.empty(2, dtype=torch.int64, device="meta"),
         torch.empty(2, device="meta"),
         torch.tensor([[0, 5]]).to_sparse(),
+        torch.tensor([[0, 1.5]]).to_sparse(),
     ],
-    ids=["meta", "meta float", "sparse"],
+    ids=["meta", "meta float", "sparse", "sparse float"],
 )
 def test_a_tensor_without_readable_words_is_refused(tensor):
     with pytest.raises(AddressError):
