@@ -20,7 +20,7 @@ make_env() { # DIR TORCH NUMPY
     local numpy=$3
     [[ $numpy == *.* ]] || numpy="$numpy.*"
     "$1/bin/pip" install -q "torch==$2" "numpy==$numpy" "pydantic>=2.7" "pluggy>=1.5" "sortedcontainers>=2.4" \
-        "xxhash>=3.4" "pytest>=8" "pytest-timeout" "hypothesis>=6.100" "hatchling>=1.24" &&
+        "xxhash>=3.4" "pytest>=8" "pytest-timeout" "hypothesis>=6.100" "hatchling>=1.24" editables &&
         touch "$1/complete"
 }
 
