@@ -57,7 +57,7 @@ class Rig:
         first = ctypes.c_size_t(0)
         words = (self.device_words, self.host_words, self.sizes)
         function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)(self.entry)
-        return function(
+        code: int = function(
             *(w.ctypes.data for w in words),
             COUNT,
             0 if attributes is None else ctypes.addressof(attributes),
@@ -66,6 +66,7 @@ class Rig:
             0 if fail is None else ctypes.addressof(fail),
             self.stream.cuda_stream,
         )
+        return code
 
     def arrived(self) -> bool:
         return bool((self.tensor.numpy() == self.host).all())
@@ -141,7 +142,7 @@ def test_freed_memory_is_not_reused_while_a_copy_may_still_write_it(rig: Rig) ->
     with rig.emulated.gate():
         rig.load()
         address = rig.ops.address_of(rig.tensor)
-        rig.tensor = None
+        del rig.tensor
         assert rig.ops.address_of(rig.ops.empty(COUNT * BLOCK)) != address
     rig.ops.synchronize()
     assert rig.ops.address_of(rig.ops.empty(COUNT * BLOCK)) == address

@@ -35,7 +35,7 @@ enum {
 static struct {
     uint64_t
         /* knobs */
-        base, alias_offset, lateness_us, gate_closed, version, devices, batch_limit,
+        base, alias_offset, lateness_us, gate_closed, version, devices, batch_limit, attributes_refused, batch_refused,
         /* faults: a code, and where it strikes; 0 is "none" */
         fail_submit, fail_submit_index, fail_late, lost, refuse_registration, registrations_before_refusal, refusals,
         /* counters */
@@ -46,7 +46,7 @@ static struct {
 static const struct { const char *name; uint64_t *word; } emu_words[] = {
 #define WORD(name) {#name, &emu.name}
     WORD(base), WORD(alias_offset), WORD(lateness_us), WORD(gate_closed), WORD(version), WORD(devices),
-    WORD(batch_limit), WORD(fail_submit), WORD(fail_submit_index), WORD(fail_late), WORD(lost),
+    WORD(batch_limit), WORD(attributes_refused), WORD(batch_refused), WORD(fail_submit), WORD(fail_submit_index), WORD(fail_late), WORD(lost),
     WORD(refuse_registration), WORD(registrations_before_refusal), WORD(refusals), WORD(batch_calls), WORD(batch_copies),
     WORD(batch_with_attributes), WORD(single_copies), WORD(largest_batch), WORD(captured), WORD(invalidated),
     WORD(registrations), WORD(allocations), WORD(streams), WORD(events), WORD(finished_copies),

@@ -3,7 +3,8 @@
  * Not measured on hardware: behaviour follows AMD's sources and public reports. `version` (major * 10^7 + minor * 10^5 +
  * patch) chooses it. From 7.1 there is a batch call; up to 7.12 it refuses attributes and loops, so that copies before a
  * failing one stay queued; from 7.13 it takes attributes and batches, and a batch of more than `batch_limit` (8192)
- * faults. Compiled with -DWITHOUT_BATCH it lacks the call, as runtimes before 7.1 do.
+ * faults. attributes_refused and batch_refused make a runtime that does not do what its version says; compiled with
+ * -DWITHOUT_BATCH it lacks the call, as runtimes before 7.1 do.
  */
 #include "device.h"
 
@@ -114,7 +115,7 @@ static int batch(uint64_t *dsts, uint64_t *srcs, size_t *sizes, size_t count, hi
     emu.batch_calls++;
     if (!fail) return leave(INVALID_VALUE);
     *fail = NONE;
-    if (number && old) return leave(NOT_SUPPORTED);
+    if (emu.batch_refused || (number && (old || emu.attributes_refused))) return leave(NOT_SUPPORTED);
     STREAM(stream, handle);
     if (!dsts || !srcs || !sizes || !count) return leave(INVALID_VALUE);
     for (size_t i = 0; i < count; i++)
