@@ -215,7 +215,7 @@ class Driver:
     def error_text(self, code: int) -> str:
         """The driver's name and text of ``code``, as "CUDA_ERROR_INVALID_VALUE (1): invalid argument"."""
         name, text = self._text("GetErrorName", code), self._text("GetErrorString", code)
-        return f"{name or 'error'} ({code})" + (f": {text}" if text else "")
+        return f"{name or 'error'} ({code})" + (f": {text}" if text not in ("", name) else "")
 
     def _text(self, what: str, code: int) -> str:
         name = self.family.prefix + what
