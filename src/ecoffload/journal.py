@@ -89,16 +89,21 @@ class Journal:
 
     def __init__(self, buffer: memoryview, *, capacity: int, granule: int, edges: Collection[int]) -> None:
         self._words: Words = buffer.cast("Q")
-        self._buffer = buffer
+        self._buffer: memoryview | Gone = buffer
         self._count = buffer.nbytes // RECORD_BYTES
         self._capacity = capacity
         self._granule = granule
         self._edges = sorted(edge for edge in edges if 0 < edge < capacity)
-        self._free = [handle for handle in reversed(range(self._count)) if not self._state(handle)]
+        self._free: list[int] = []
+        self.reload()
 
     def detach(self, gone: Gone) -> None:
         """Let the memory go; `gone` answers every later call."""
-        self._words, self._buffer = gone, memoryview(b"")
+        self._words = self._buffer = gone
+
+    def reload(self) -> None:
+        """Look again at which records are free: another process may have kept the journal meanwhile."""
+        self._free = [handle for handle in reversed(range(self._count)) if not self._state(handle)]
 
     @property
     def capacity(self) -> int:
@@ -228,6 +233,8 @@ class Journal:
                 option="shape",
                 value=tuple(shape),
             )
+        if not 0 <= generation < 1 << 64:
+            raise ConfigError(f"generation is {generation}; it has 64 bits", option="generation", value=generation)
         if dtype not in _ITEMSIZE:
             raise ConfigError(f"the journal knows no dtype {dtype!r}", option="dtype", value=dtype)
         if prod(shape) * _ITEMSIZE[dtype] != nbytes or min(shape, default=0) < 0 or not self._fit(extents, nbytes):

@@ -133,7 +133,7 @@ class HostRegion:
         self._fd = opened.fd
         self._gone: hostmem.Gone | None = None
         self._lock = threading.Lock()
-        self._slots: weakref.WeakSet[WorkerSlot] = weakref.WeakSet()
+        self._slots: list[WorkerSlot] = []  # held: a worker that is dropped unreleased ends with the region
         self._board: SlotBoard | None = None
         self._journal: Journal | None = None
         self._scheduling = False
@@ -211,7 +211,7 @@ class HostRegion:
         if not 0 <= rank < 1 << 32:
             raise RegionError(f"rank is {rank}; it counts from 0", actual=rank)
         slot = self._table.claim(rank, self._words[layout.W_INSTANCE])
-        self._slots.add(slot)
+        self._slots.append(slot)
         return slot
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
@@ -243,7 +243,8 @@ class HostRegion:
         self._words[layout.W_INSTANCE] = self._instance
         self._table.touch()
         self._board = SlotBoard(self._table, self._instance)
-        self._journal = None
+        if self._journal is not None:
+            self._journal.reload()
         return self._instance
 
     def end_instance(self) -> None:
@@ -295,7 +296,7 @@ class HostRegion:
             if self._gone is not None:
                 return
             gone = hostmem.Gone(CacheClosed, f"the region {self.path} was closed")
-            for slot in list(self._slots):
+            for slot in self._slots:
                 slot.release()
                 slot.forget(gone)
             if self._scheduling:
@@ -352,7 +353,7 @@ class HostRegion:
             f"the region {self.path} was opened before this process was forked; open {self.id!r} in the child itself",
         )
         self._lock = threading.Lock()
-        for slot in list(self._slots):
+        for slot in self._slots:
             slot.forget(gone)
         self._end.detach()
         self._detach(gone)

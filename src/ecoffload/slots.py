@@ -351,7 +351,9 @@ class SlotBoard:
         for rank, (claim, index) in newest.items():
             if (index, claim) not in self._known:
                 self._known.add((index, claim))
-                self._ranks[rank] = seen = _Seen(rank, index, claim, table.word_of(index))
+                at = table.word_of(index)
+                seen = _Seen(rank, index, claim, at, saved=words[at + _SAVED], loaded=words[at + _LOADED])
+                self._ranks[rank] = seen
                 if not table.held(index):
                     self._gone(seen)
         fixed = [(seen.saved, seen.loaded) for seen in self._lost if seen.rank < world]
