@@ -8,18 +8,15 @@ of one context look alike to every device in it.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ecoffload.backend import (
     H2D,
@@ -30,14 +27,13 @@ from ecoffload.backend import (
     Completion,
     DeviceOps,
     Direction,
-    EventCompletion,
     Registration,
     SwapBackend,
 )
-from ecoffload.drivers import loaded_libraries
 from ecoffload.errors import BackendUnavailable, ConfigError, EcoffloadError, RegistrationRefused, SwapFailed
+from ecoffload_xpu.operator import Operator
 from ecoffload_xpu.staging import Staging, chunks
-from ecoffload_xpu.ways import SHIM, DpctlWay, Event, ShimWay, Way, dpctl_library, sycl_library
+from ecoffload_xpu.ways import SHIM, DpctlWay, Event, ShimWay, Way, dpctl_library, sycl_library, words
 
 __all__ = ["WAY_VARIABLE", "XpuBackend"]
 
@@ -47,8 +43,6 @@ WAY_VARIABLE: Final = "ECOFFLOAD_XPU_WAY"
 WAYS: Final = ("shim", "dpctl", "operator")
 
 _log = logging.getLogger("ecoffload.xpu")
-
-Words = NDArray[np.uint64]
 
 
 class XpuBackend(SwapBackend):
@@ -60,10 +54,8 @@ class XpuBackend(SwapBackend):
         _ = self.ops  # torch loads libsycl; without its device nothing below can work
         self._skipped: dict[str, str] = {}
         self._libsycl: str | None = None
-        self._way: Way | None = None
-        self._operator: Callable[..., Any] | None = None
-        self._name = self._choose()
-        self._staging = Staging(self._way) if self._way is not None else None
+        self._name, self._way = self._choose()
+        self._staging: Staging | None = None  # made for the first batch that needs it
         self._ranges = _Ranges()
         self._lock = threading.Lock()
         self._counts = {"asynchronous": 0, "staged": 0, "synchronous": 0}
@@ -100,33 +92,30 @@ class XpuBackend(SwapBackend):
                 return Availability(False, str(getattr(exc, "reason", exc)))
         return Availability(True, "torch for XPU, an Intel GPU and a way to its SYCL queue are there")
 
-    def _choose(self) -> str:
+    def _choose(self) -> tuple[str, Way | Operator]:
         only = os.environ.get(WAY_VARIABLE)
         if only and only not in WAYS:
             raise ConfigError(
                 f"{WAY_VARIABLE}={only!r} names no way; there are {', '.join(WAYS)}", option=WAY_VARIABLE, value=only
             )
-        for name in WAYS:
-            if only and name != only:
-                continue
+        for name in [only] if only else WAYS:
             try:
-                self._take(name)
+                way = self._open(name)
             except BackendUnavailable as exc:
                 self._skipped[name] = str(exc.details.get("reason", exc))
                 continue
             if self._skipped:
                 _log.warning("xpu: copies go through %s, because %s", name, self._reasons())
-            return name
+            return name, way
         raise BackendUnavailable(
             f"backend 'xpu' cannot reach the SYCL queue: {self._reasons()}", name="xpu", reason=self._reasons()
         )
 
-    def _take(self, name: str) -> None:
+    def _open(self, name: str) -> Way | Operator:
         if name == "operator":
-            self._operator = _load_operator()
-            return
+            return Operator()
         library, self._libsycl = sycl_library()
-        self._way = ShimWay(library) if name == "shim" else DpctlWay(self._libsycl)
+        return ShimWay(library) if name == "shim" else DpctlWay(self._libsycl)
 
     def _reasons(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self._skipped.items())
@@ -135,9 +124,10 @@ class XpuBackend(SwapBackend):
 
     def submit(self, batch: BatchView, direction: Direction, stream: Any) -> Completion:
         """Enqueue on ``stream.sycl_queue``, or block where the host memory leaves no other way (said once)."""
-        way, staging = self._way, self._staging
-        if way is None or staging is None:
-            return self._submit_operator(batch, stream)
+        way = self._way
+        if isinstance(way, Operator):
+            self._count("operator")
+            return way.submit(batch, self.ops, self.device_index, stream)
         queue = queue_of(stream)
         host = batch.src if direction == H2D else batch.dst
         if self._ranges.cover(host, batch.size, batch.count) or way.all_usm_host(queue, host, batch.size, batch.count):
@@ -145,7 +135,7 @@ class XpuBackend(SwapBackend):
             self._count("asynchronous")
             return _SyclCompletion(event)
         if direction == H2D:
-            return self._submit_staged(batch, queue, staging)
+            return self._submit_staged(batch, queue, way)
         event = way.copy(queue, batch.dst, batch.src, batch.size, batch.count, batch.first)
         event.wait()
         self._count("synchronous")
@@ -156,12 +146,14 @@ class XpuBackend(SwapBackend):
         )
         return Completed()
 
-    def _submit_staged(self, batch: BatchView, queue: int, staging: Staging) -> Completion:
+    def _submit_staged(self, batch: BatchView, queue: int, way: Way) -> Completion:
         self._say(
             "staged",
             "host-to-device copies from memory that is neither registered nor USM host memory are staged: each byte "
             "is copied once more by the CPU",
         )
+        with self._lock:
+            staging = self._staging = self._staging or Staging(way)
         src, dst, size = (words(at, batch.count) for at in (batch.src, batch.dst, batch.size))
         event: Event | None = None
         for chunk in chunks(src, dst, size):
@@ -178,29 +170,6 @@ class XpuBackend(SwapBackend):
         self._count("staged")
         return Completed() if event is None else _SyclCompletion(event)  # in order: the last one ends them all
 
-    def _submit_operator(self, batch: BatchView, stream: Any) -> Completion:
-        """vllm-xpu-kernels' ``swap_blocks_batch``: three uint64 tensors on the host; it stages by itself.
-
-        It takes the current stream of the device that owns the first device address, so that device and stream are
-        made current around it.
-        """
-        import torch
-
-        if self._operator is None:
-            raise BackendUnavailable("backend 'xpu' has no way to the SYCL queue", name="xpu", reason="no way")
-        tables = [torch.from_numpy(words(at, batch.count)) for at in (batch.src, batch.dst, batch.size)]
-        event = self.ops.event()
-        with torch.xpu.device(self.device_index), torch.xpu.stream(stream):
-            try:
-                self._operator(*tables)
-            except Exception as exc:
-                raise SwapFailed(
-                    f"vllm-xpu-kernels' swap_blocks_batch failed on {batch.count} descriptors: {exc}", index=None
-                ) from exc
-            self.ops.record(event, stream)
-        self._count("operator")
-        return EventCompletion(self.ops, event)
-
     # --- host memory ---------------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> Registration:
@@ -212,14 +181,6 @@ class XpuBackend(SwapBackend):
             raise RegistrationRefused(
                 f"a host range of {nbytes} bytes cannot be registered", address=address, nbytes=nbytes, code=None
             )
-        if self._way is None:
-            raise RegistrationRefused(
-                "vllm-xpu-kernels' operator uses no registered memory; build the shim for that (g++, then reinstall "
-                "ecoffload-xpu)",
-                address=address,
-                nbytes=nbytes,
-                code=None,
-            )
         with self._lock:
             if self._ranges.overlap(address, nbytes):
                 raise RegistrationRefused(
@@ -229,9 +190,8 @@ class XpuBackend(SwapBackend):
                     nbytes=nbytes,
                     code=None,
                 )
-            queue = queue_of(self.ops.current_stream())
             try:
-                handle = self._way.prepare(queue, address, nbytes)
+                handle = self._prepare(address, nbytes)
             except SwapFailed as exc:
                 raise RegistrationRefused(
                     f"host range {address:#x} + {nbytes} bytes was not registered: {exc}; copies stay right, but are "
@@ -253,8 +213,16 @@ class XpuBackend(SwapBackend):
                     nbytes=registration.nbytes,
                     code=None,
                 )
-            if self._way is not None:
-                self._way.release(registration.handle)
+            self._release(registration.handle)
+
+    def _prepare(self, address: int, nbytes: int) -> int:
+        if isinstance(self._way, Operator):
+            raise SwapFailed("vllm-xpu-kernels' operator uses no registered memory; build the shim (g++) for that")
+        return self._way.prepare(queue_of(self.ops.current_stream()), address, nbytes)
+
+    def _release(self, handle: int) -> None:
+        if not isinstance(self._way, Operator):
+            self._way.release(handle)
 
     # --- what happened -------------------------------------------------------------------------------------------
 
@@ -352,11 +320,6 @@ class _Ranges:
         return bool(here.any())
 
 
-def words(address: int, count: int) -> Words:
-    """The ``count`` uint64 words at host address ``address``, as an array on the same memory."""
-    return np.frombuffer(memoryview((ctypes.c_uint64 * count).from_address(address)), dtype=np.uint64)
-
-
 def queue_of(stream: Any) -> int:
     """Address of the stream's ``sycl::queue``: the int that ``torch.xpu.Stream.sycl_queue`` is."""
     queue = getattr(stream, "sycl_queue", None)
@@ -387,23 +350,3 @@ def _declaration() -> BackendSpec:
     from ecoffload_xpu.plugin import SPEC
 
     return SPEC
-
-
-def _load_operator() -> Callable[..., Any]:
-    """``torch.ops._C_cache_ops.swap_blocks_batch`` as vllm-xpu-kernels registers it, or :class:`BackendUnavailable`."""
-    import torch
-
-    try:
-        importlib.import_module("vllm_xpu_kernels._C")
-    except ImportError as exc:
-        reason = f"vllm-xpu-kernels cannot be imported ({exc})"
-        raise BackendUnavailable(f"backend 'xpu': {reason}", name="xpu", reason=reason) from exc
-    try:
-        operator: Callable[..., Any] = torch.ops._C_cache_ops.swap_blocks_batch
-    except AttributeError as exc:
-        reason = "vllm-xpu-kernels has no swap_blocks_batch; upgrade it"
-        raise BackendUnavailable(f"backend 'xpu': {reason}", name="xpu", reason=reason) from exc
-    if len(loaded_libraries("libsycl")) > 1:
-        reason = f"vllm-xpu-kernels brought a second SYCL runtime: {', '.join(loaded_libraries('libsycl'))}"
-        raise BackendUnavailable(f"backend 'xpu': {reason}", name="xpu", reason=reason)
-    return operator

@@ -14,11 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ecoffload_xpu.ways import Event, HostBlock, Way
+from ecoffload_xpu.ways import Event, HostBlock, Way, Words
 
 __all__ = ["Chunk", "Staging", "chunks"]
-
-Words = NDArray[np.uint64]
 
 CHUNK_BYTES: Final = 16 << 20
 LIMIT_BYTES: Final = 8 * CHUNK_BYTES

@@ -1,4 +1,7 @@
-"""``sycl-cpu``: the xpu backend, unchanged, on the SYCL runtime's CPU device. For tests; never chosen unless named.
+"""The xpu backend on the SYCL runtime's CPU device, as two devices for tests; never chosen unless named.
+
+``sycl-cpu``: registered memory and late copies, as on a GPU. ``sycl-cpu-plain``: nothing is registered, so that every
+load is staged and every save blocks (on a thread of the core's).
 
 Everything below torch is real: libsycl, its queues and events, USM memory, copies that run late. What torch would give
 on an Intel GPU (streams with a ``sycl_queue``, events, an allocator) comes from dpctl here, behind
@@ -13,39 +16,52 @@ import importlib.util
 import os
 import sys
 import threading
-import time
 import weakref
+from ctypes import c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecoffload.backend import Availability, BackendSpec, DeviceOps
+from ecoffload.backend import Availability, BackendSpec, DeviceOps, Registration
+from ecoffload.errors import SwapFailed
 from ecoffload.hookspecs import hookimpl
 from ecoffload_xpu.backend import XpuBackend
 from ecoffload_xpu.plugin import SPEC as XPU
+from ecoffload_xpu.ways import sycl_library
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SyclCpuBackend", "SyclCpuOps", "SyclEvent", "SyclStream"]
+__all__ = ["PLAIN", "SPEC", "SyclCpuBackend", "SyclCpuOps", "SyclCpuPlainBackend", "SyclEvent", "SyclStream", "plain"]
 
 ECOFFLOAD_HOOK_API = 1
 
-SPEC = BackendSpec.model_validate(
-    {**dict(XPU), "name": "sycl-cpu", "factory": "ecoffload_xpu.sycl_cpu:SyclCpuBackend", "test_only": True}
+SPEC = XPU.model_copy(
+    update={"name": "sycl-cpu", "factory": "ecoffload_xpu.sycl_cpu:SyclCpuBackend", "test_only": True}
 )
-
-_SPIN = """
-kernel void spin(ulong turns, global ulong *out) {
-    volatile ulong x = 0;
-    for (ulong i = 0; i < turns; i++) x += i;
-    out[0] = x;
-}
-"""
+PLAIN = XPU.model_copy(
+    update={
+        "name": "sycl-cpu-plain",
+        "factory": "ecoffload_xpu.sycl_cpu:SyclCpuPlainBackend",
+        "capabilities": XPU.capabilities.model_copy(
+            update={"submission": "blocking", "host_memory": "none", "snapshots_descriptors": False}
+        ),
+        "test_only": True,
+    }
+)
 
 
 @hookimpl
 def ecoffload_register_backend() -> BackendSpec:
     return SPEC
+
+
+class plain:  # noqa: N801 - a namespace, named by the entry point
+    """The plugin that declares ``sycl-cpu-plain``."""
+
+    @staticmethod
+    @hookimpl
+    def ecoffload_register_backend() -> BackendSpec:
+        return PLAIN
 
 
 def _opencl_library() -> Path:
@@ -74,10 +90,11 @@ class SyclCpuOps(DeviceOps):
     """Torch CPU tensors over USM device memory, which the CPU device shares with the host; dpctl's queues and events.
 
     As torch's allocator does, memory of a dropped tensor is given back only when the work has run that was enqueued
-    by then on the stream it was allocated for and on those recorded for it.
+    by then on the stream it was allocated for and on those recorded for it. ``device`` and ``context`` (dpctl's) name
+    a part of the CPU and what it shares with other parts; by default the whole, and a context of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any = None, context: Any = None) -> None:
         # The wheel registers its OpenCL library under a path that is not where it is installed.
         os.environ.setdefault("OCL_ICD_FILENAMES", str(_opencl_library()))
         import dpctl
@@ -87,15 +104,14 @@ class SyclCpuOps(DeviceOps):
         self.device = torch.device("cpu")
         self._dpctl = dpctl
         self._torch = torch
-        device = dpctl.SyclDevice("opencl:cpu")
-        self._context = dpctl.SyclContext(device)
-        self._device = device
+        self._device = device or dpctl.SyclDevice("opencl:cpu")
+        self._context = context or dpctl.SyclContext(self._device)
         self._lock = threading.RLock()
         self._live: dict[int, tuple[int, list[SyclStream]]] = {}  # address: bytes, streams that use it
         self._dropped: list[tuple[list[SyclEvent], Any]] = []
+        self._streams: weakref.WeakSet[SyclStream] = weakref.WeakSet()
         self._default = self.stream()
-        self._kernel: Any = None
-        self._turns_per_ms = 0.0
+        self._gates = _Gates(self._context.addressof_ref())
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._allocation(tensor.data_ptr()) is not None
@@ -133,7 +149,10 @@ class SyclCpuOps(DeviceOps):
         return tensor.data_ptr()
 
     def stream(self) -> SyclStream:
-        return SyclStream(self._dpctl.SyclQueue(self._context, self._device, property="in_order"))
+        made = SyclStream(self._dpctl.SyclQueue(self._context, self._device, property="in_order"))
+        with self._lock:
+            self._streams.add(made)
+        return made
 
     def current_stream(self) -> SyclStream:
         return self._default
@@ -157,8 +176,8 @@ class SyclCpuOps(DeviceOps):
                 target.event.wait()
             return
         with self._lock:
-            streams = {id(s): s for _, used in self._live.values() for s in used} | {0: self._default}
-        for stream in [target] if target is not None else streams.values():
+            streams = [target] if target is not None else list(self._streams)
+        for stream in streams:
             stream.synchronize()
 
     def record_stream(self, tensor: torch.Tensor, stream: SyclStream) -> None:
@@ -168,32 +187,52 @@ class SyclCpuOps(DeviceOps):
                 self._live[address][1].append(stream)
 
     def delay(self, stream: SyclStream, ms: float) -> None:
-        with self._lock:
-            if self._kernel is None:
-                self._calibrate()
-        self._spin(stream, int(ms * self._turns_per_ms))
+        self._gates.close(stream.sycl_queue, ms / 1000)
 
-    def _calibrate(self) -> None:
-        import dpctl.program
 
-        program = dpctl.program.create_program_from_source(self._default.queue, _SPIN)
-        self._kernel = program.get_sycl_kernel("spin")
-        self._sink = self._dpctl.memory.MemoryUSMDevice(64, queue=self._default.queue)
-        side = self.stream()
-        rates = []
-        for turns in (1 << 16, 1 << 22, 1 << 24):
-            start = time.perf_counter()
-            self._spin(side, turns)
-            side.synchronize()
-            rates.append(turns / (time.perf_counter() - start) / 1e3)
-        self._turns_per_ms = rates[-1]
+class _Gates:
+    """Holds queues back without work: the CPU device has as many workers as cores, and a busy one holds back all.
 
-    def _spin(self, stream: SyclStream, turns: int) -> None:
-        stream.queue.submit_async(self._kernel, [ctypes.c_ulonglong(turns), self._sink], [1])
+    A gate is a user event of OpenCL, which lies below this device, and a barrier behind it on the queue's own command
+    queue; a timer opens it.
+    """
+
+    def __init__(self, context: int) -> None:
+        sycl, _ = sycl_library()
+        self._opencl = ctypes.CDLL(str(_opencl_library().with_name("libOpenCL.so.1")))
+        self._queue_of = sycl["_ZNK4sycl3_V15queue9getNativeERi"]
+        self._queue_of.argtypes, self._queue_of.restype = (c_void_p, c_void_p), c_void_p
+        context_of = sycl["_ZNK4sycl3_V17context3getEv"]
+        context_of.argtypes, context_of.restype = (c_void_p,), c_void_p
+        self._context = context_of(context)
+        self._opencl.clCreateUserEvent.argtypes = (c_void_p, c_void_p)
+        self._opencl.clCreateUserEvent.restype = c_void_p
+        self._opencl.clEnqueueBarrierWithWaitList.argtypes = (c_void_p, ctypes.c_uint, c_void_p, c_void_p)
+        self._opencl.clFlush.argtypes = self._opencl.clReleaseEvent.argtypes = (c_void_p,)
+        self._opencl.clSetUserEventStatus.argtypes = (c_void_p, ctypes.c_int)
+
+    def close(self, sycl_queue: int, seconds: float) -> None:
+        """What is enqueued on the queue from now on waits for ``seconds`` from now."""
+        queue = self._queue_of(sycl_queue, ctypes.addressof(ctypes.c_int()))
+        gate = self._opencl.clCreateUserEvent(self._context, None)
+        waited_for = (c_void_p * 1)(gate)
+        code = self._opencl.clEnqueueBarrierWithWaitList(queue, 1, ctypes.addressof(waited_for), None)
+        if code != 0:
+            raise SwapFailed(f"clEnqueueBarrierWithWaitList gave {code}", index=None, code=code)
+        self._opencl.clFlush(queue)
+        # No daemon: a process that ends lets the gate open, and the runtime's own end waits for its queues.
+        threading.Timer(seconds, self._open, (gate,)).start()
+
+    def _open(self, gate: int) -> None:
+        self._opencl.clSetUserEventStatus(gate, 0)
+        self._opencl.clReleaseEvent(gate)
 
 
 class SyclCpuBackend(XpuBackend):
-    """:class:`XpuBackend` with :class:`SyclCpuOps` for torch's part."""
+    """:class:`XpuBackend` with :class:`SyclCpuOps` for torch's part, and registration that is a list only.
+
+    The CPU reads and writes all host memory late as it is; ``prepare_for_device_copy`` is UNSUPPORTED on this device.
+    """
 
     def __init__(self, spec: BackendSpec, device_index: int = 0, ops: DeviceOps | None = None) -> None:
         super().__init__(spec, device_index, ops or SyclCpuOps())
@@ -205,3 +244,19 @@ class SyclCpuBackend(XpuBackend):
                 False, "the SYCL runtime for CPUs is not installed: pip install dpctl intel-opencl-rt intel-sycl-rt"
             )
         return Availability(True, "dpctl and the OpenCL runtime for CPUs are installed")
+
+    def _prepare(self, address: int, nbytes: int) -> int:
+        return 0
+
+    def _release(self, handle: int) -> None:
+        pass
+
+
+class SyclCpuPlainBackend(SyclCpuBackend):
+    """Refuses registration as the runtime does: plain host memory is what there is."""
+
+    def register(self, address: int, nbytes: int) -> Registration:
+        return Registration(address, nbytes, address)  # as the core's default where host_memory is "none"
+
+    def unregister(self, registration: Registration) -> None:
+        pass

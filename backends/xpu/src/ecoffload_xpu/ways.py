@@ -14,15 +14,33 @@ import ctypes
 import importlib.util
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ecoffload.drivers import loaded_libraries, open_library, words_at
 from ecoffload.errors import BackendUnavailable, ConfigError, DeviceLost, EcoffloadError, SwapFailed
 
-__all__ = ["SHIM", "DpctlWay", "Event", "HostBlock", "ShimWay", "Way", "dpctl_library", "sycl_library"]
+__all__ = [
+    "SHIM",
+    "DpctlWay",
+    "Event",
+    "HostBlock",
+    "ShimWay",
+    "Way",
+    "Words",
+    "dpctl_library",
+    "sycl_library",
+    "words",
+]
+
+Words = NDArray[np.uint64]
 
 SHIM: Final = Path(__file__).with_name("_shim.so")
 """Where the build puts the shim."""
@@ -87,6 +105,11 @@ def dpctl_library() -> Path | None:
     return None
 
 
+def words(address: int, count: int) -> Words:
+    """The ``count`` uint64 words at host address ``address``, as an array on the same memory."""
+    return np.frombuffer(memoryview((ctypes.c_uint64 * count).from_address(address)), dtype=np.uint64)
+
+
 def _unavailable(reason: str) -> BackendUnavailable:
     return BackendUnavailable(f"backend 'xpu' is unavailable: {reason}", name="xpu", reason=reason)
 
@@ -132,8 +155,9 @@ class Event:
         if not self._finished:
             self._way.event_block(queue, self._handle)
 
-    def __del__(self) -> None:
-        self._way.event_free(self._handle)
+    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _finalizing():  # an interpreter that ends has taken ctypes apart already
+            self._way.event_free(self._handle)
 
 
 class HostBlock:
@@ -147,8 +171,9 @@ class HostBlock:
         self.address = address
         self.nbytes = nbytes
 
-    def __del__(self) -> None:
-        self._way.free(self._handle)
+    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _finalizing():
+            self._way.free(self._handle)
 
 
 class Way(ABC):
