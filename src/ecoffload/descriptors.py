@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -276,11 +277,14 @@ class Batch:
             self._views = self._arrays = ()  # type: ignore[assignment]
             self._pool._give(lease)
 
-    def forget(self) -> None:
-        """Give the lease up without returning its arrays: a copy that nobody waited for may still read them."""
+    def abandon(self, ended: Callable[[], bool]) -> None:
+        """Give the lease up while a copy may still read its arrays: the pool keeps them until ``ended()``.
+
+        Called from finalizers, so it takes no lock.
+        """
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._pool._lost()
+            self._pool._abandoned.append((lease, ended))
 
 
 def _column(values: ArrayLike) -> NDArray[np.uint64]:
@@ -336,12 +340,19 @@ class DescriptorPool:
         self._capacity = capacity
         self._keep = keep
         self._idle: list[_Lease] = []
+        self._abandoned: deque[tuple[_Lease, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
         self.leased = 0
         """Sets of arrays lent at present."""
 
     def lease(self, capacity: int = 0) -> Batch:
         """An empty batch with room for at least ``capacity`` descriptors (it grows when more are added)."""
+        for _ in range(len(self._abandoned)):
+            lease, ended = self._abandoned.popleft()
+            if ended():
+                self._give(lease)
+            else:
+                self._abandoned.append((lease, ended))
         return Batch(self, self._take(capacity))
 
     def _take(self, needed: int) -> _Lease:
@@ -354,10 +365,6 @@ class DescriptorPool:
         while size < needed:
             size *= 2
         return _Lease(size)
-
-    def _lost(self) -> None:
-        with self._lock:
-            self.leased -= 1
 
     def _give(self, lease: _Lease) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ again; above it nobody calls a backend directly.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from ecoffload.backend import Completed, Completion, Direction, SwapBackend
@@ -131,7 +132,18 @@ class _All(Completion):
             part.block(stream)
 
     def __del__(self) -> None:
-        # Dropped without a look: the arrays may still be read, so they go with the garbage and not to the pool.
+        # Dropped without a look: the copies may still read the arrays, so the pool keeps them until they have ended.
         batch = getattr(self, "_batch", None)
         if batch is not None:
-            batch.forget()
+            batch.abandon(partial(_ended, self._parts))
+
+
+def _ended(parts: list[Completion]) -> bool:
+    """Whether all of ``parts`` have ended, well or badly."""
+    for part in parts:
+        try:
+            if not part.done():
+                return False
+        except SwapFailed:
+            continue
+    return True

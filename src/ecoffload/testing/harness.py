@@ -7,10 +7,11 @@ host buffers are registered where the backend asks for it, every wait has a limi
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -50,11 +51,17 @@ class HostBuffer:
     """Page-aligned host memory, registered where the backend registers.
 
     ``array`` is what the host sees (uint8), ``address`` where the host sees it, ``alias`` what a descriptor must name.
+    The memory of buffers that are gone is kept for later ones: a backend that still writes there must fail, not crash.
     """
+
+    _kept: ClassVar[dict[int, list[mmap.mmap]]] = {}
 
     def __init__(self, backend: SwapBackend, nbytes: int, *, register: bool = True) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
+        size = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        kept = self._kept.setdefault(size, [])
+        self._map = kept.pop() if kept else mmap.mmap(-1, size)
+        weakref.finalize(self, kept.append, self._map).atexit = False
         whole = np.frombuffer(self._map, dtype=np.uint8)
         self.array: NDArray[np.uint8] = whole[:nbytes]
         self.address: int = whole.ctypes.data

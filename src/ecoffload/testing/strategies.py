@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-__all__ = ["Descriptor", "addresses", "batches", "offsets", "sizes"]
+from ecoffload.testing.plugin import scaled
+
+__all__ = ["Descriptor", "addresses", "batches", "examples", "offsets", "sizes"]
 
 TOP = 2**64
 _EDGES = (
@@ -20,6 +23,22 @@ _EDGES = (
     0xFFFF_D556_B640_0000,  # an address of Intel XPU device memory
     TOP - 1,
 )
+
+
+def examples(number: int) -> settings:
+    """Settings for ``number`` examples at full budget: the same ones in every run, with no limit on a slow device.
+
+    Failures are made small at full budget only, since that takes a device hundreds of swaps.
+    """
+    phases = (Phase.explicit, Phase.generate) + ((Phase.shrink,) if scaled(10) >= 10 else ())
+    return settings(
+        max_examples=scaled(number, 3),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def addresses(nbytes: int = 1) -> st.SearchStrategy[int]:

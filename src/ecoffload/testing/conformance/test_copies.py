@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from numpy.typing import NDArray
 
 from ecoffload.backend import Direction
 from ecoffload.testing.conformance.conditions import any_alignment, registers
 from ecoffload.testing.harness import PAGE, DeviceUnderTest, HostBuffer, asked, random_bytes
 from ecoffload.testing.plugin import scaled
-from ecoffload.testing.strategies import Descriptor, batches
+from ecoffload.testing.strategies import Descriptor, batches, examples
 
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 GUARD = 64
@@ -59,9 +59,7 @@ def test_odd_sizes_at_odd_offsets_move_their_bytes_and_no_others(device: DeviceU
 @asked("copies.batches", when=any_alignment)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @given(descriptors=batches())
-@settings(
-    max_examples=scaled(25, 3), deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@examples(25)
 def test_any_batch_moves_its_bytes_and_no_others(
     device: DeviceUnderTest, direction: Direction, descriptors: list[Descriptor]
 ) -> None:

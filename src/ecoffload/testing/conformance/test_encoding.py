@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecoffload import offset_addresses, pointer_table
 from ecoffload.testing.conformance.conditions import echoes
 from ecoffload.testing.harness import DeviceUnderTest, asked
-from ecoffload.testing.plugin import scaled
-from ecoffload.testing.strategies import addresses, offsets
+from ecoffload.testing.strategies import addresses, examples, offsets
 
-EXAMPLES = settings(
-    max_examples=scaled(60, 5), deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = examples(60)
 EDGES = [0, 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 4097, 0xFFFF_D556_B640_0001, 2**64 - 4097, 2**64 - 1]
 
 
