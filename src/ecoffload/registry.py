@@ -369,8 +369,9 @@ def _choose(kind: str | None) -> str:
     wanted = os.environ.get("ECOFFLOAD_BACKEND")
     if wanted and (kind is None or _serves(wanted, kind)):
         return wanted
-    if kind is not None and kind in plugins and _serves(kind, kind):
+    if kind is not None and kind in plugins and _registry.examine(plugins[kind]).status == "ok" and _serves(kind, kind):
         return kind  # the usual case, where the backend is named after its device: no other plugin is imported
+    # Not so on AMD's GPUs, which torch calls "cuda" too: there the backend of that name is the one that cannot run.
     records = [_registry.examine(p) for p in plugins.values() if not p.testing]
     if kind is not None:
         return _only([r for r in records if r.spec is not None and r.spec.device_type == kind], kind)
@@ -393,7 +394,13 @@ def _serves(name: str, kind: str) -> bool:
 
 def _only(records: Iterable[BackendRecord], kind: str | None) -> str:
     records = list(records)
-    ready = [r for r in records if r.status == "ok"] or records
+    ready = [r for r in records if r.status == "ok"]
+    if not ready and len(records) > 1:
+        states = "; ".join(f"{r.name}: {r.reason}" for r in records)
+        raise BackendUnavailable(
+            f"no backend for devices of type {kind!r} can be used here ({states})", name=None, reason=states
+        )
+    ready = ready or records
     names = sorted(r.name for r in ready)
     if len(names) == 1:
         return names[0]

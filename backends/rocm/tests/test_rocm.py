@@ -12,6 +12,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ecoffload_rocm.hip import version_text
 from ecoffload_rocm.plugin import SPEC
 from emulated_drivers import HIGH, LOW, Emulated, EmulatedDeviceOps, EmulatedStream, load
 
-from ecoffload.backend import Completion, Direction
+from ecoffload.backend import Availability, BackendSpec, Completion, Direction
 from ecoffload.descriptors import DescriptorPool
 from ecoffload.errors import (
     BackendUnavailable,
@@ -33,6 +34,7 @@ from ecoffload.errors import (
     RegistrationRefused,
     SwapFailed,
 )
+from ecoffload.registry import GROUP, BackendRecord, _Plugin, _Registry, get_backend
 from ecoffload.submission import submit_batch
 
 OLD, NEW = 70_200_002, 71_500_000
@@ -577,3 +579,37 @@ def test_an_index_past_the_devices_is_unavailable() -> None:
 @pytest.mark.parametrize(("number", "text"), [(70_200_002, "7.2.2"), (71_500_000, "7.15.0"), (50_221_151, "5.2.21151")])
 def test_versions_are_read_as_hip_writes_them(number: int, text: str) -> None:
     assert version_text(number) == text
+
+
+# --- beside ecoffload-cuda, whose devices torch calls "cuda" as well ---
+
+
+def registry_of(monkeypatch: pytest.MonkeyPatch, **available: Availability) -> _Registry:
+    """A registry that knows backends of these names, all for devices of type "cuda"."""
+    registry = _Registry()
+    registry.plugins = {}
+    for name, answer in available.items():
+        spec = BackendSpec.model_validate({**SPEC.model_dump(), "name": name})
+        plugin = _Plugin(EntryPoint(name, f"{name}.plugin", GROUP), testing=False)
+        plugin.record = BackendRecord(name, name, "1", "ok" if answer else "unavailable", answer.reason, spec=spec)
+        registry.plugins[name] = plugin
+    monkeypatch.setattr("ecoffload.registry._registry", registry)
+    monkeypatch.delenv("ECOFFLOAD_BACKEND", raising=False)
+    return registry
+
+
+@pytest.mark.parametrize("chosen", ["cuda", "rocm"])
+def test_of_two_backends_for_the_device_type_the_one_that_can_run_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    states = {name: Availability(name == chosen, "torch is built for the other") for name in ("cuda", "rocm")}
+    registry = registry_of(monkeypatch, **states)
+    rig = Rig(version=NEW)
+    registry.instances[chosen, 0, os.getpid()] = rig.backend
+    assert get_backend(device="cuda:0") is rig.backend
+
+
+def test_where_neither_can_run_both_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry_of(monkeypatch, cuda=Availability(False, "no libcuda"), rocm=Availability(False, "no /dev/kfd"))
+    with pytest.raises(BackendUnavailable, match=r"cuda: no libcuda; rocm: no /dev/kfd"):
+        get_backend(device="cuda:0")
