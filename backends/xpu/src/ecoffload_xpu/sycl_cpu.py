@@ -21,12 +21,21 @@ from ctypes import c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecoffload.backend import Availability, BackendSpec, DeviceOps, Registration
+from ecoffload.backend import (
+    H2D,
+    Availability,
+    BackendSpec,
+    BatchView,
+    Completion,
+    DeviceOps,
+    Direction,
+    Registration,
+)
 from ecoffload.errors import SwapFailed
 from ecoffload.hookspecs import hookimpl
 from ecoffload_xpu.backend import XpuBackend
 from ecoffload_xpu.plugin import SPEC as XPU
-from ecoffload_xpu.ways import sycl_library
+from ecoffload_xpu.ways import sycl_library, words
 
 if TYPE_CHECKING:
     import torch
@@ -236,6 +245,7 @@ class SyclCpuBackend(XpuBackend):
 
     def __init__(self, spec: BackendSpec, device_index: int = 0, ops: DeviceOps | None = None) -> None:
         super().__init__(spec, device_index, ops or SyclCpuOps())
+        self._faults: list[tuple[str, int]] = []
 
     @classmethod
     def availability(cls, *, probe: bool = False) -> Availability:
@@ -245,11 +255,42 @@ class SyclCpuBackend(XpuBackend):
             )
         return Availability(True, "dpctl and the OpenCL runtime for CPUs are installed")
 
+    def inject_fault(self, kind: str, index: int = 0) -> bool:
+        """Make the runtime itself refuse the next "submit" that holds descriptor ``index``, or the next "register"."""
+        if kind not in ("submit", "register"):
+            return False
+        self._faults.append((kind, index))
+        return True
+
+    def submit(self, batch: BatchView, direction: Direction, stream: Any) -> Completion:
+        for fault in self._faults:
+            if fault[0] == "submit" and 0 <= fault[1] - batch.first < batch.count:
+                self._faults.remove(fault)
+                return super().submit(_WithNull(batch, direction, fault[1] - batch.first), direction, stream)
+        return super().submit(batch, direction, stream)
+
     def _prepare(self, address: int, nbytes: int) -> int:
+        if ("register", 0) in self._faults:
+            self._faults.remove(("register", 0))
+            return super()._prepare(address, nbytes)
         return 0
 
     def _release(self, handle: int) -> None:
         pass
+
+    def stats(self) -> dict[str, Any]:
+        runtime = Path(self._libsycl).name if self._libsycl else "libsycl"
+        return {**super().stats(), "ran_on": f"the CPU device of the real SYCL runtime ({runtime})"}
+
+
+class _WithNull:
+    """A batch one of whose descriptors names no device memory: libsycl throws at it."""
+
+    def __init__(self, batch: BatchView, direction: Direction, index: int) -> None:
+        self.count, self.first = batch.count, batch.first
+        self._arrays = [words(at, batch.count).copy() for at in (batch.src, batch.dst, batch.size)]
+        self._arrays[direction == H2D][index] = 0
+        self.src, self.dst, self.size = (array.ctypes.data for array in self._arrays)
 
 
 class SyclCpuPlainBackend(SyclCpuBackend):
