@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn, Protocol
 from ecoffload.errors import RegionError
 
 __all__ = [
+    "UNLIMITED",
     "Gone",
     "Headroom",
     "Mount",
@@ -61,6 +62,7 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MADV_DONTDUMP, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 16, 14, 23  # asm-generic/mman-common.h
 _MAP_FAILED = ctypes.c_void_p(-1).value
+UNLIMITED = 1 << 62
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 _MPOL_BIND = 2
@@ -105,6 +107,10 @@ def try_lock(fd: int, start: int, length: int, *, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
+        if error.errno == errno.EINVAL:
+            raise RegionError(
+                "regions need locks of open file descriptions (Linux 3.15); this kernel has none"
+            ) from error
         raise
     return True
 
@@ -149,10 +155,14 @@ def mount_of(fd: int) -> Mount:
     magic = struct.unpack_from("q", buffer)[0] & 0xFFFFFFFF
     kind = {_TMPFS: "tmpfs", _HUGETLBFS: "hugetlbfs"}.get(magic, hex(magic))
     stat = os.fstatvfs(fd)
-    # A tmpfs mounted with size=0 has no limit and reports no blocks at all.
-    free = stat.f_bavail * stat.f_frsize if stat.f_blocks else 1 << 62
-    page = stat.f_bsize if kind == "hugetlbfs" else mmap.PAGESIZE
-    return Mount(kind, page, max(free, stat.f_blocks * stat.f_frsize), free)
+    # Mounted without a limit, both report no blocks at all.
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    if not stat.f_blocks:
+        size = free = UNLIMITED
+    if kind != "hugetlbfs":
+        return Mount(kind, mmap.PAGESIZE, size, free)
+    pool = _number(Path(f"/sys/kernel/mm/hugepages/hugepages-{stat.f_bsize >> 10}kB/free_hugepages"))
+    return Mount(kind, stat.f_bsize, size, free if pool is None else min(free, pool * stat.f_bsize))
 
 
 def map_shared(fd: int, nbytes: int) -> int:

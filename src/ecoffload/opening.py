@@ -68,7 +68,9 @@ class Opener:
     path: Path = Path()
     page: int = 0
     header: Header = None  # type: ignore[assignment]  # set by open(), before anything reads it
+    end: float = 0.0
     waiting_for: str = ""
+    blocks: int = -1  # of the file that another process is creating, when last seen
 
     def open(self) -> Opened:
         """Create, take over or join, within the time limit."""
@@ -89,13 +91,13 @@ class Opener:
         if self.id is None:
             self.id = f"ns-{self.header.digest.hex()[:24]}" if self.warm else f"anon-{secrets.token_hex(8)}"
         self.path = self.directory / (PREFIX + check_id(self.id))
-        end = time.monotonic() + self.timeout
+        self._extend()
         pause = 0.001
         while True:
             opened = self._attempt()
             if opened is not None:
                 return opened
-            if time.monotonic() > end:
+            if time.monotonic() > self.end:
                 raise RegionError(
                     f"region {self.path}: {self.waiting_for or 'other processes kept changing it'}; "
                     f"gave up after {self.timeout:g} s",
@@ -105,6 +107,9 @@ class Opener:
                 )
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
+
+    def _extend(self) -> None:
+        self.end = time.monotonic() + self.timeout
 
     # --- getting the file -------------------------------------------------------------------------------------------
 
@@ -221,6 +226,10 @@ class Opener:
             return None
         if not hostmem.try_lock(fd, layout.LIFE, 1, shared=True):
             self.waiting_for = "another process is still creating it"
+            blocks = os.fstat(fd).st_blocks
+            if blocks > self.blocks >= 0:
+                self._extend()  # it makes progress: a large region takes its time
+            self.blocks = blocks
             return None
         if not is_at(fd, self.path):
             return None
@@ -354,26 +363,32 @@ class Opener:
     def _check_room(self, fd: int) -> None:
         """Refuse before a page is taken what the file system or a memory limit cannot hold."""
         free = hostmem.mount_of(fd).free
-        limits = [each.nbytes for each in (hostmem.cgroup_headroom(), hostmem.memory_available()) if each]
-        if self.header.total > min([free, *limits]):
+        if self.header.total > min([free, *(each.nbytes for each in self._limits(fd))]):
             raise self._no_space(fd, "")
+
+    @staticmethod
+    def _limits(fd: int) -> list[hostmem.Headroom]:
+        """What else must hold the region's pages. Huge pages were set aside before and count for nothing more."""
+        if hostmem.mount_of(fd).kind == "hugetlbfs":
+            return []
+        return [each for each in (hostmem.cgroup_headroom(), hostmem.memory_available()) if each is not None]
 
     def _no_space(self, fd: int, reason: str) -> NoSpace:
         held = os.fstat(fd).st_blocks * 512  # what a failed population has taken goes back with the file
         mount = hostmem.mount_of(fd)
         free = mount.free + held
         asked = self.header.total
-        group, machine = hostmem.cgroup_headroom(), hostmem.memory_available()
-        least = min((each for each in (group, machine) if each), default=None, key=lambda each: each.nbytes)
+        limits = self._limits(fd)
+        least = min(limits, default=None, key=lambda each: each.nbytes)
         text = [f"region {self.path}: no room: capacity {self.capacity} needs {asked} bytes"]
-        text.append(f"{free} are free in {self.directory}")
-        if group:
-            text.append(f"{group.nbytes} left in the memory cgroup ({group.source})")
-        if machine:
-            text.append(f"{machine.nbytes} available on the machine")
+        if free < hostmem.UNLIMITED:
+            text.append(f"{free} are free in {self.directory}")
+        text += [f"{each.nbytes} are left by {each.source}" for each in limits]
         mib = -(-(mount.size - free + asked) // (1 << 20))  # what lies there now stays
         remedies = ["ask for a smaller capacity"]
-        if asked > free:
+        if mount.kind == "hugetlbfs":
+            remedies.append("set more huge pages aside (sysctl vm.nr_hugepages), or enlarge the mount")
+        elif asked > free:
             remedies.append(
                 f"enlarge {self.directory}: in a container `--shm-size={mib}m`, in Kubernetes a volume "
                 f"`emptyDir: {{medium: Memory, sizeLimit: {mib}Mi}}` mounted there"

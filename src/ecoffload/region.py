@@ -88,7 +88,7 @@ class HostRegion:
         * `capacity`, `granule`: bytes. All processes must ask for the same, and for the same `namespace`, `warm`,
           `slots` and `chunk_bytes` (the most bytes of one registration).
         * `create=False`: only join; wait until somebody else has made the region.
-        * `timeout`: seconds to wait for another process that is creating it.
+        * `timeout`: seconds to wait for another process that should create it, or whose creating makes no progress.
         * `progress(done, total)`: bytes populated, called while creating.
         * `numa_node`: where its memory shall lie. `scrub_on_close`: the last to close overwrites it with zeros.
         * `reclaim_after`: seconds after which another namespace's ownerless region may be unlinked for this one.
@@ -133,7 +133,7 @@ class HostRegion:
         self._fd = opened.fd
         self._gone: hostmem.Gone | None = None
         self._lock = threading.Lock()
-        self._slots: list[WorkerSlot] = []  # held: a worker that is dropped unreleased ends with the region
+        self._slots: weakref.WeakSet[WorkerSlot] = weakref.WeakSet()
         self._board: SlotBoard | None = None
         self._journal: Journal | None = None
         self._scheduling = False
@@ -211,7 +211,7 @@ class HostRegion:
         if not 0 <= rank < 1 << 32:
             raise RegionError(f"rank is {rank}; it counts from 0", actual=rank)
         slot = self._table.claim(rank, self._words[layout.W_INSTANCE])
-        self._slots.append(slot)
+        self._slots.add(slot)
         return slot
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class HostRegion:
             if self._gone is not None:
                 return
             gone = hostmem.Gone(CacheClosed, f"the region {self.path} was closed")
-            for slot in self._slots:
+            for slot in list(self._slots):
                 slot.release()
                 slot.forget(gone)
             if self._scheduling:
@@ -353,7 +353,7 @@ class HostRegion:
             f"the region {self.path} was opened before this process was forked; open {self.id!r} in the child itself",
         )
         self._lock = threading.Lock()
-        for slot in self._slots:
+        for slot in list(self._slots):
             slot.forget(gone)
         self._end.detach()
         self._detach(gone)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -70,11 +71,13 @@ def _order(lock: Lock = Lock()) -> None:  # noqa: B008 - one lock for all is wha
 class WorkerSlot:
     """A worker's place in the region. From `HostRegion.claim_slot`; released by `release` or by the process's death.
 
-    Methods cost one or a few stores and never block. Not thread-safe: one thread (or the worker's lock) writes.
+    Methods cost one or a few stores and never block. Not thread-safe: one thread (or the worker's lock) writes. A slot
+    that is dropped unreleased counts as dead.
     """
 
     def __init__(self, fd: int, words: Words, table: SlotTable, index: int, rank: int, instance: int) -> None:
-        self._fd = fd
+        self._let_go = weakref.finalize(self, os.close, fd)  # the lock goes with the descriptor
+        self._let_go.atexit = False
         self._words = words
         self._table = table
         self._at = table.word_of(index)
@@ -123,20 +126,15 @@ class WorkerSlot:
 
     def release(self) -> None:
         """Give the slot back. Idempotent. Call it only when nothing of this worker is in flight."""
-        if self._fd < 0:
-            return
-        fd, self._fd = self._fd, -1
-        self._words[self._at + _CLAIM] = 0
-        self._table.touch()
-        self._words = Gone(RegionError, f"the slot of rank {self.rank} was released")
-        os.close(fd)
+        if self._let_go.alive:
+            self._words[self._at + _CLAIM] = 0
+            self._table.touch()
+            self.forget(Gone(RegionError, f"the slot of rank {self.rank} was released"))
 
     def forget(self, gone: Gone) -> None:
-        """In a forked child: drop the inherited descriptor; `gone` answers every later call."""
+        """Let the lock go without a word to anybody, as a death does; `gone` answers every later call."""
         self._words = gone
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._let_go()
 
 
 class SlotTable:

@@ -122,6 +122,16 @@ def test_c9_closing_leaves_no_descriptor_and_no_mapping_over_a_hundred_turns(shm
     assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 5
 
 
+def test_c9_a_worker_dropped_unreleased_lets_its_slot_go(shm: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with open_region(shm) as region:
+        region.begin_instance()
+        region.claim_slot(0)
+        gc.collect()
+        assert [each.rank for each in region.take_lost()] == [0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_c9_a_process_that_ends_without_closing_leaves_no_file(shm: Path, child: Callable[..., Any]) -> None:
     code = """
         region = HostRegion.open("a", capacity=1 << 20, granule=4096, directory=args[0])

@@ -150,6 +150,32 @@ def test_d5_a_joiner_of_a_creator_that_never_ends_gives_up_in_time(shm: Path, cr
         os.close(fd)
 
 
+def test_d5_a_joiner_waits_longer_than_its_limit_for_a_creator_that_makes_progress(
+    shm: Path, child: Callable[..., Any]
+) -> None:
+    path = shm / "ecoffload.a"
+    path.touch(0o600)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        assert hostmem.try_lock(fd, layout.LIFE, 1)
+        code = """
+            from ecoffload.errors import RegionError
+            say("up")
+            try: HostRegion.open("a", capacity=1 << 20, granule=4096, directory=args[0], timeout=0.5)
+            except RegionError: say("gave up")
+        """
+        joiner = child(code, shm)
+        assert joiner.line() == "up"
+        started = time.monotonic()
+        while time.monotonic() - started < 1.2:
+            os.posix_fallocate(fd, 0, 4096 * int(1 + 50 * (time.monotonic() - started)))
+            time.sleep(0.01)
+            assert joiner.process.poll() is None
+        assert joiner.line() == "gave up"
+    finally:
+        os.close(fd)
+
+
 def test_d5_a_file_shorter_than_its_header_says_is_refused_with_both_sizes(shm: Path) -> None:
     with open_region(shm) as region:
         size = region.path.stat().st_size

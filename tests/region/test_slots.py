@@ -42,8 +42,7 @@ def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def die(slot: WorkerSlot) -> None:
     """What the kernel does when the process ends."""
-    os.close(slot._fd)
-    slot._fd = -1
+    slot._let_go()
 
 
 WORKER = """
@@ -82,8 +81,12 @@ def test_the_least_finished_number_over_all_ranks_counts(region: HostRegion) -> 
 
 
 def test_a_rank_that_never_claimed_holds_everything_at_zero(region: HostRegion) -> None:
-    region.claim_slot(0).finish_save(7)
-    assert region.progress(2) == (0, 0)
+    slot = region.claim_slot(0)
+    slot.finish_save(7)
+    assert region.progress(1) == (7, 0)
+    assert region.progress(2) == (7, 0)  # what was finished by all then is finished for ever
+    slot.finish_save(8)
+    assert region.progress(2) == (7, 0)
 
 
 def test_a_number_is_there_for_another_process_at_once(region: HostRegion, worker: Callable[[int], Any]) -> None:
@@ -179,7 +182,8 @@ def test_progress_never_goes_back(region: HostRegion) -> None:
     assert region.progress(1) == (9, 0)
     slot.finish_save(3)
     assert region.progress(1) == (9, 0)
-    region.claim_slot(1)
+    second = region.claim_slot(1)
+    second.finish_save(1)
     assert region.progress(2) == (9, 0)
 
 
@@ -268,8 +272,8 @@ def test_the_dead_make_room_when_no_other_slot_is_left(shm: Path, worker: Callab
         do(process, "slot.finish_save(3)")
         assert region.progress(1) == (3, 0)
         process.kill()
-        for rank in range(1, 65):
-            region.claim_slot(rank)
+        held = [region.claim_slot(rank) for rank in range(1, 65)]
+        assert len({each.index for each in held}) == 64
         assert region.take_lost() == [LostSlot(0, 3, 0)]  # its slot has gone to another, its last numbers had been seen
 
 

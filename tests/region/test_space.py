@@ -236,7 +236,7 @@ def test_a_cgroup_with_too_little_left_refuses_before_a_page_is_taken(
     with pytest.raises(NoSpace) as caught:
         open_region(shm)
     assert caught.value.details["headroom"] == MIB // 2
-    for part in ("524288 left in the memory cgroup", "memory.max", "raise the memory limit"):
+    for part in ("524288 are left by /sys/fs/cgroup/memory.max", "raise the memory limit"):
         assert part in str(caught.value)
     assert "--shm-size" not in str(caught.value)  # the file system is large enough
     assert taken == []
@@ -245,7 +245,7 @@ def test_a_cgroup_with_too_little_left_refuses_before_a_page_is_taken(
 
 def test_a_machine_with_too_little_left_refuses_as_well(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostmem, "memory_available", lambda: Headroom(MIB // 2, "/proc/meminfo"))
-    with pytest.raises(NoSpace, match="524288 available on the machine"):
+    with pytest.raises(NoSpace, match="524288 are left by /proc/meminfo"):
         open_region(shm)
 
 
@@ -263,6 +263,35 @@ def test_ownerless_regions_in_the_way_are_named_with_the_command_that_frees_them
     monkeypatch.setattr(hostmem, "memory_available", lambda: Headroom(MIB // 2, "/proc/meminfo"))
     with pytest.raises(NoSpace, match="of 1 ownerless regions with `ecoffload regions --reclaim`"):
         open_region(shm)
+
+
+def test_huge_pages_hold_a_region_of_whole_huge_pages(child: Callable[..., Any], tmp_path: Path) -> None:
+    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+    if os.geteuid() != 0 or not pool.exists() or int(pool.read_text()) < 4:
+        pytest.skip("needs root and four free huge pages of 2 MiB")
+    mount = f'mount -t hugetlbfs -o pagesize=2M none "{tmp_path}" && exec "$@"'
+    code = """
+        from ecoffload.errors import NoSpace
+        with HostRegion.open("a", capacity=3 << 20, granule=7168, directory=args[0]) as region:
+            region.view([(0, region.nbytes)])[0][:] = bytes(region.nbytes)
+            say(region.nbytes, region.address % (2 << 20))
+        try: HostRegion.open("a", capacity=1 << 50, granule=4096, directory=args[0])
+        except NoSpace as error: say("vm.nr_hugepages" in str(error), os.listdir(args[0]))
+    """
+    process = child(code, tmp_path, prefix=("unshare", "-m", "sh", "-c", mount, "sh"))
+    assert process.end() == (0, "4194304 0\nTrue []\n", "")
+
+
+def test_a_tmpfs_with_huge_pages_holds_a_region(in_tmpfs: Callable[..., Any]) -> None:
+    code = """
+        with HostRegion.open("a", capacity=5 << 20, granule=7168, directory=args[0]) as region:
+            region.view([(0, region.nbytes)])[0][:] = bytes(region.nbytes)
+            say(os.stat(region.path).st_blocks * 512 >= os.stat(region.path).st_size)
+    """
+    status, out, err = in_tmpfs("8m,huge=always", code).end()
+    if "wrong fs type" in err or "bad option" in err:
+        pytest.skip("this kernel has no huge pages in a tmpfs")
+    assert (status, out, err) == (0, "True\n", "")
 
 
 def group(root: Path, path: str, **files: str) -> None:
