@@ -47,7 +47,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def add(self, key: K, nbytes: int, cost: float = 0.0) -> None:
-        """Take in a new entry of `nbytes` bytes that took `cost` to make (any unit; the same for all entries)."""
+        """Take in an entry, not held so far, of `nbytes` bytes that took `cost` to make (one unit for all entries)."""
 
     @abstractmethod
     def touch(self, key: K) -> None:
@@ -117,6 +117,8 @@ class _Queue(Generic[K]):
         if key in self._parked:
             self._keys[key] = self._parked.pop(key)
             self._keys.move_to_end(key, last=False)
+        elif key not in self._keys:
+            raise KeyError(key)
 
     def coldest(self) -> K | None:
         return next(iter(self._keys), None)
@@ -134,27 +136,30 @@ class _Queue(Generic[K]):
 
 
 class _Ghosts(Generic[K]):
-    """Keys evicted of late: at most `nbytes` bytes' worth, and at most a few times as many as there are entries."""
+    """Keys evicted of late: at most `limit` bytes' worth, and at most a few times as many as there are entries."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._limit = nbytes
-        self._queue: _Queue[K] = _Queue()
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sizes: OrderedDict[K, int] = OrderedDict()
+        self.nbytes = 0
 
     def add(self, key: K, nbytes: int, entries: int) -> None:
-        queue = self._queue
-        queue.push(key, nbytes)
-        while queue.nbytes > self._limit or len(queue) > 4 * entries + 64:
-            queue.pop_coldest()
+        sizes = self._sizes
+        sizes[key] = nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self._limit or len(sizes) > 4 * entries + 64:
+            self.nbytes -= sizes.popitem(last=False)[1]
 
     def take(self, key: K) -> bool:
         """Whether the key was a ghost; it no longer is."""
-        if key not in self._queue:
+        nbytes = self._sizes.pop(key, None)
+        if nbytes is None:
             return False
-        self._queue.pop(key)
+        self.nbytes -= nbytes
         return True
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._sizes)
 
 
 class FifoPolicy(EvictionPolicy[K]):
@@ -210,11 +215,14 @@ class S3FifoPolicy(EvictionPolicy[K]):
         self._small_limit = _share("small", small) * capacity
         self._small: _Queue[K] = _Queue()
         self._main: _Queue[K] = _Queue()
-        self._uses: dict[K, int] = {}  # since it entered its queue
+        self._queue_of: dict[K, _Queue[K]] = {}
+        self._uses: dict[K, int] = {}  # since it entered its queue, less its rounds
         self._ghosts: _Ghosts[K] = _Ghosts(capacity)
 
     def add(self, key: K, nbytes: int, cost: float = 0.0) -> None:
-        (self._main if self._ghosts.take(key) else self._small).push(key, nbytes)
+        queue = self._main if self._ghosts.take(key) else self._small
+        queue.push(key, nbytes)
+        self._queue_of[key] = queue
         self._uses[key] = 0
 
     def touch(self, key: K) -> None:
@@ -222,17 +230,17 @@ class S3FifoPolicy(EvictionPolicy[K]):
 
     def remove(self, key: K) -> None:
         del self._uses[key]
-        self._queue_of(key).pop(key)
+        self._queue_of.pop(key).pop(key)
 
     def evict(self, key: K) -> None:
-        queue = self._queue_of(key)
         del self._uses[key]
+        queue = self._queue_of.pop(key)
         nbytes = queue.pop(key)
         if queue is self._small:
-            self._ghosts.add(key, nbytes, len(self))
+            self._ghosts.add(key, nbytes, len(self._uses))
 
     def unpin(self, key: K) -> None:
-        self._queue_of(key).unpark(key)
+        self._queue_of[key].unpark(key)
 
     def victims(self) -> Iterator[K]:
         small, main, uses = self._small, self._main, self._uses
@@ -241,6 +249,7 @@ class S3FifoPolicy(EvictionPolicy[K]):
             if cold is not None and (small.nbytes > self._small_limit or settled is None):
                 if uses[cold]:
                     main.push(cold, small.pop(cold))
+                    self._queue_of[cold] = main
                     uses[cold] = 0
                 else:
                     yield cold
@@ -254,9 +263,6 @@ class S3FifoPolicy(EvictionPolicy[K]):
                     main.park(settled)
             else:
                 return
-
-    def _queue_of(self, key: K) -> _Queue[K]:
-        return self._small if key in self._small else self._main
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -285,29 +291,31 @@ class AutoPolicy(EvictionPolicy[K]):
         self._protected_limit = self._PROTECTED * capacity
         self._probation: _Queue[K] = _Queue()
         self._protected: _Queue[K] = _Queue()
+        self._queue_of: dict[K, _Queue[K]] = {}
         self._ghosts: _Ghosts[K] = _Ghosts(self._REMEMBERED * capacity)
 
     def add(self, key: K, nbytes: int, cost: float = 0.0) -> None:
         if self._ghosts.take(key):
             self._protect(key, nbytes)
         else:
-            self._probation.push(key, nbytes)
+            self._put_on_probation(key, nbytes)
 
     def touch(self, key: K) -> None:
-        if key in self._protected:
-            self._protected.renew(key)
+        queue = self._queue_of[key]
+        if queue is self._protected:
+            queue.renew(key)
         else:
-            self._protect(key, self._probation.pop(key))
+            self._protect(key, queue.pop(key))
 
     def remove(self, key: K) -> None:
-        self._queue_of(key).pop(key)
+        self._queue_of.pop(key).pop(key)
 
     def evict(self, key: K) -> None:
-        nbytes = self._queue_of(key).pop(key)
-        self._ghosts.add(key, nbytes, len(self))
+        nbytes = self._queue_of.pop(key).pop(key)
+        self._ghosts.add(key, nbytes, len(self._queue_of))
 
     def unpin(self, key: K) -> None:
-        self._queue_of(key).unpark(key)
+        self._queue_of[key].unpark(key)
 
     def victims(self) -> Iterator[K]:
         for queue in (self._probation, self._protected):
@@ -315,20 +323,22 @@ class AutoPolicy(EvictionPolicy[K]):
                 yield key
                 queue.park(key)
 
+    def _put_on_probation(self, key: K, nbytes: int) -> None:
+        self._probation.push(key, nbytes)
+        self._queue_of[key] = self._probation
+
     def _protect(self, key: K, nbytes: int) -> None:
         protected = self._protected
         protected.push(key, nbytes)
+        self._queue_of[key] = protected
         while protected.nbytes > self._protected_limit and protected.coldest() is not None:
-            self._probation.push(*protected.pop_coldest())
-
-    def _queue_of(self, key: K) -> _Queue[K]:
-        return self._protected if key in self._protected else self._probation
+            self._put_on_probation(*protected.pop_coldest())
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
+        return len(self._queue_of)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._probation or key in self._protected
+        return key in self._queue_of
 
 
 class _Valued(Generic[K]):

@@ -202,7 +202,7 @@ def test_ghosts_are_bounded_in_bytes_and_in_number(name: str) -> None:
         chosen.add(f"large {number}", 30)
         for key in chosen.victims():
             chosen.evict(key)
-    assert ghosts._queue.nbytes <= 2 * CAPACITY
+    assert ghosts.nbytes <= 2 * CAPACITY
 
 
 # --- every policy -----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ every_policy = pytest.mark.parametrize("name", policy_names())
 @every_policy
 def test_a_key_that_is_not_held_is_a_key_error(name: str) -> None:
     chosen = policy(name)
-    for operation in (chosen.touch, chosen.remove, chosen.evict):
+    for operation in (chosen.touch, chosen.remove, chosen.evict, chosen.unpin):
         with pytest.raises(KeyError):
             operation("a")
 
