@@ -71,7 +71,7 @@ def loaded_libraries(stem: str, maps: str = "/proc/self/maps") -> list[str]:
 def open_library(
     stem: str, sonames: tuple[str, ...], *, name: str, path: str | None = None, remedy: str = ""
 ) -> tuple[ctypes.CDLL, str]:
-    """Open the one copy of library ``stem`` that is to be used; return it and the path or soname that it came from.
+    """Open the one copy of library ``stem`` that is to be used; return it and the path that it came from.
 
     ``path`` opens exactly that file (for tests: emulated drivers). Otherwise the copy that the process already maps is
     opened with ``RTLD_NOLOAD``, and two copies are refused; if there is none, the first of ``sonames`` that the loader
@@ -100,9 +100,11 @@ def open_library(
     failures = []
     for soname in sonames:
         try:
-            return ctypes.CDLL(soname), soname
+            library = ctypes.CDLL(soname)
         except OSError as exc:
             failures.append(str(exc))
+        else:
+            return library, next(iter(loaded_libraries(stem)), soname)
     # The first failure that is not "no such file" says most (a dependency that is missing, a wrong architecture).
     telling = next((text for text in failures if "No such file" not in text), failures[0])
     raise _unavailable(name, f"{sonames[0]} cannot be loaded ({telling}){'; ' + remedy if remedy else ''}")

@@ -91,6 +91,16 @@ class RocmCopies(EmulatedRocm):
     knobs: ClassVar = {"version": BEFORE_BATCHES, "base": HIGH}
 
 
+class RocmPerCopy(EmulatedRocm):
+    """7.15 with the switch that forces copies one by one, as ECOFFLOAD_PER_COPY does."""
+
+    knobs: ClassVar = {"version": NEW, "base": LOW}
+
+    def __init__(self, spec: BackendSpec, device_index: int = 0) -> None:
+        super().__init__(spec, device_index)
+        self.per_copy = True
+
+
 class _Plugin:
     def __init__(self, name: str, base: BackendSpec, factory: type) -> None:
         of = {"name": name, "device_type": name, "factory": f"{__name__}:{factory.__name__}", "test_only": True}
@@ -106,3 +116,4 @@ rocm_old_high = _Plugin("rocm-old-high", ROCM, RocmOldHigh)
 rocm_new_low = _Plugin("rocm-new-low", ROCM, RocmNewLow)
 rocm_new_high = _Plugin("rocm-new-high", ROCM, RocmNewHigh)
 rocm_copies = _Plugin("rocm-copies", ROCM, RocmCopies)
+rocm_per_copy = _Plugin("rocm-per-copy", ROCM, RocmPerCopy)

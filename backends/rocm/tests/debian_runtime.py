@@ -31,11 +31,10 @@ def hip() -> Hip:
 
 
 def test_the_systems_library_is_found_by_its_soname(hip: Hip) -> None:
-    assert hip.driver.path == "libamdhip64.so.5"
     (mapped,) = loaded_libraries("libamdhip64")
     assert os.path.basename(mapped).startswith("libamdhip64.so.5.2.")
     again = Driver.open(HIP)
-    assert again.path == mapped
+    assert again.path == hip.driver.path == mapped
     assert again.library._handle == hip.driver.library._handle
 
 

@@ -99,7 +99,7 @@ class RocmBackend(SwapBackend):
     # --- copies
 
     def limits(self, direction: Direction) -> Limits:
-        return Limits(None if self._way.call is None else self._most)
+        return Limits(None if self.per_copy or self._way.call is None else self._most)
 
     @property
     def _path(self) -> str:
