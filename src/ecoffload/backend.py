@@ -308,9 +308,14 @@ class SwapBackend(ABC):
     def ops(self) -> DeviceOps:
         """Memory and streams of this device; torch's own unless the backend brought another."""
         if self._ops is None:
-            from ecoffload.torch_ops import TorchDeviceOps
+            if self.spec.device_type == "cpu":  # torch has neither streams nor events for it
+                from ecoffload.cpu.backend import CpuOps
 
-            self._ops = TorchDeviceOps(self.spec.device_type, self.device_index)
+                self._ops = CpuOps()
+            else:
+                from ecoffload.torch_ops import TorchDeviceOps
+
+                self._ops = TorchDeviceOps(self.spec.device_type, self.device_index)
         return self._ops
 
     @classmethod

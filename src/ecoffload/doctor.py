@@ -148,7 +148,7 @@ def _drivers() -> Iterator[Check]:
                 "fail",
                 f"this process holds {len(copies)} copies of {stem} ({', '.join(copies)}); streams and errors of one "
                 "mean nothing to the other, and its backend refuses to start",
-                "let only torch's copy load: look at LD_PRELOAD, LD_LIBRARY_PATH, and for a second package that brings one",
+                "let only torch's copy load: look at LD_PRELOAD, LD_LIBRARY_PATH and for packages that bring one",
             )
         elif copies:
             yield Check("driver libraries", "ok", f"one {stem}: {copies[0]}")

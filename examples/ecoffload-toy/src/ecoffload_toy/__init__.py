@@ -1,0 +1,1 @@
+"""A backend of ecoffload for a toy device: memory of this machine, copied with memmove."""
