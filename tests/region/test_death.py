@@ -258,7 +258,7 @@ def test_kills_at_random_moments_leave_nothing_that_the_next_start_does_not_take
     options: dict[str, Any] = {"warm": True, "namespace": "n", "takeover_limit": (10**9, 600.0)}
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)
-    for _ in range(12):
+    for _ in range(8):
         victim = child(code, shm)
         victim.line()
         time.sleep(chance.random() * 0.03)
@@ -274,6 +274,55 @@ def test_kills_at_random_moments_leave_nothing_that_the_next_start_does_not_take
                 assert record.key == b"k%d" % stored
                 assert record.checksum == stored
     assert [each.state for each in list_regions(shm)] == ["ownerless"]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_no_file_that_anybody_maps_is_ever_unlinked_whoever_is_killed(
+    shm: Path, child: Callable[..., Any], warm: bool
+) -> None:
+    # Processes come, stay for a moment and go, or are killed, all on one id. Whoever maps the region must find its own
+    # file at the path all the time, and what it wrote into its own granule unchanged.
+    code = """
+        import random, signal
+        from ecoffload.regions import is_at
+        seed = int(args[1]); chance = random.Random(seed)
+        def live(number):
+            mine = random.Random(seed + number)
+            region = HostRegion.open("a", capacity=65536, granule=4096, directory=args[0], timeout=20, reclaim_after=0,
+                                     warm=args[2] == "True", namespace="n", takeover_limit=(10**9, 1.0))
+            place = [(4096 * (number % 16), 8)]
+            for turn in range(mine.randrange(1, 20)):
+                region.view(place)[0][:] = number.to_bytes(8, "little")
+                time.sleep(mine.random() * 0.002)
+                if not is_at(region._fd, region.path): say("unlinked under", region.start)
+                if int.from_bytes(region.view(place)[0], "little") != number: say("overwritten")
+            if mine.random() < 0.5: region.close()
+        living, number, kills = {}, 0, 0
+        while kills < 60:
+            while len(living) < 5:
+                number += 1
+                while number % 16 in [each % 16 for each in living.values()]: number += 1
+                pid = os.fork()
+                if not pid:
+                    try: live(number)
+                    except BaseException as error: say(type(error), error)
+                    os._exit(0)
+                living[pid] = number
+            time.sleep(chance.random() * 0.01)
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]: del living[ended[0]]
+            if living:
+                victim = chance.choice(sorted(living))
+                os.kill(victim, signal.SIGKILL); os.waitpid(victim, 0); del living[victim]
+                kills += 1
+        for pid in living: os.waitpid(pid, 0)
+        say("end")
+    """
+    seed = random.randrange(1 << 30)
+    status, out, err = child(code, shm, seed, warm).end(60)
+    assert (status, out) == (0, "end\n"), f"seed {seed}"
+    assert all("starting cold: the file found had no valid header" in line for line in err.splitlines())
+    with open_region(shm, capacity=65536, warm=warm, namespace="n", takeover_limit=(10**9, 1.0)) as region:
+        assert region.start in (("warm",) if warm else ("cold", "created"))
 
 
 def test_a_scheduler_that_finds_a_living_writer_of_a_dead_engine_is_told_what_it_may_write(

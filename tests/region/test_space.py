@@ -218,9 +218,9 @@ def test_an_address_space_too_small_is_a_clear_error(shm: Path, child: Callable[
     code = """
         import resource
         from ecoffload.errors import NoSpace
-        with open("/proc/self/statm") as statm: limit = (64 << 20) + int(statm.read().split()[0]) * 4096
+        with open("/proc/self/statm") as statm: limit = (16 << 20) + int(statm.read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        try: HostRegion.open("a", capacity=256 << 20, granule=4096, directory=args[0])
+        try: HostRegion.open("a", capacity=40 << 20, granule=4096, directory=args[0])
         except NoSpace as error: say("Cannot allocate memory" in str(error))
         say(os.listdir(args[0]))
     """
