@@ -69,8 +69,14 @@ class AddressRanges:
         """Index of the first range that lies inside none of ours, or None. Sizes are at least 1; no sum overflows."""
         if not self._starts:
             return 0 if len(addresses) else None
+        single = len(self._starts) == 1  # the usual case: one region, one slab
+        if single and len(addresses):
+            # Three reductions settle most batches; they can only err towards the exact look below.
+            top = int(addresses.max()) + int(sizes.max())
+            if int(addresses.min()) >= self._starts[0] and top <= self._ends[0]:
+                return None
         last = addresses + (sizes - np.uint64(1))
-        if len(self._starts) == 1:  # the usual case: one region, one slab
+        if single:
             bad = (addresses < self._starts_array[0]) | (last > self._ends_array[0])
         else:
             at = np.searchsorted(self._starts_array, addresses, side="right")
@@ -154,7 +160,7 @@ class Batch:
         lease = self._live()
         columns = [_column(values) for values in (src, dst, size)]
         lengths = {len(c) for c in columns if c.ndim}
-        if len(lengths) > 1 or not lengths:
+        if len(lengths) != 1 or any(c.ndim > 1 for c in columns):
             raise DescriptorError(
                 f"the tables of sources, destinations and sizes must be 1-D and of one length, got "
                 f"{[c.shape for c in columns]}",
@@ -196,9 +202,11 @@ class Batch:
                     self._refuse(i, "destination: " + destinations.explain(d, z))
             return
         src_a, dst_a, size_a = (a[:n] for a in self._arrays)
-        less_one = size_a - np.uint64(1)
+        longest = int(size_a.max())
         for addresses in (src_a, dst_a):
-            wraps = addresses > np.uint64(_TOP - 1) - less_one
+            if int(addresses.max()) + longest <= _TOP:
+                continue
+            wraps = addresses > np.uint64(_TOP - 1) - (size_a - np.uint64(1))
             if wraps.any():
                 self._refuse(int(wraps.argmax()), "it wraps past 2**64")
         for name, ranges, addresses in (("source", sources, src_a), ("destination", destinations, dst_a)):

@@ -9,20 +9,21 @@ cause chained.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
 from ecoffload import hookspecs
-from ecoffload.backend import BackendSpec, SwapBackend
+from ecoffload.backend import Availability, BackendSpec, SwapBackend
 from ecoffload.errors import (
     AmbiguousBackend,
     BackendUnavailable,
@@ -43,6 +44,8 @@ TEST_GROUP = "ecoffload.test_backends"
 """Devices that exist for tests (simulated ones): never listed or chosen unless named."""
 
 Status = Literal["ok", "unavailable", "failed", "incompatible", "duplicate", "blocked"]
+
+_ANY = (Exception, SystemExit)  # a plugin that exits at import must not end the process that lists it
 
 _log = logging.getLogger("ecoffload.registry")
 
@@ -73,11 +76,13 @@ class _Plugin:
     testing: bool
     duplicate_of: str | None = None
     record: BackendRecord | None = None
+    loading: bool = False
 
     @property
     def owner(self) -> tuple[str, str]:
+        """Name and version of the distribution; one without metadata has neither."""
         dist = self.entry.dist
-        return (dist.name, dist.version) if dist is not None else ("unknown", "0")
+        return (dist.name or "unknown", dist.version or "0") if dist is not None else ("unknown", "0")
 
 
 class _Registry:
@@ -90,36 +95,34 @@ class _Registry:
 
     def discover(self, *, refresh: bool = False) -> dict[str, _Plugin]:
         with self.lock:
+            if refresh:
+                importlib.invalidate_caches()  # a package installed since this process started
             if self.plugins is None or refresh:
                 self.plugins, self.duplicates = {}, []
-                for group in (GROUP, TEST_GROUP):
-                    self._read(group)
+                self._read(self.plugins)
             return self.plugins
 
-    def _read(self, group: str) -> None:
-        plugins = self.plugins
-        if plugins is None:
-            return
+    def _read(self, plugins: dict[str, _Plugin]) -> None:
+        found = [_Plugin(entry, entry.group == TEST_GROUP) for entry in _entry_points()]
         # Sorted, so that which of two plugins with one name wins does not depend on the file system; the core's own
         # come first and cannot be replaced.
-        entries = sorted(
-            set(importlib.metadata.entry_points(group=group)),
-            key=lambda e: (_owner(e) != "ecoffload", e.name, _owner(e), e.value),
-        )
-        for entry in entries:
-            plugin = _Plugin(entry, group == TEST_GROUP)
-            first = plugins.get(entry.name)
-            if first is None:
-                plugins[entry.name] = plugin
-            elif (first.entry.value, first.owner[0]) != (entry.value, plugin.owner[0]):
+        found.sort(key=lambda p: (p.owner[0] != "ecoffload", p.testing, p.entry.name, p.owner[0], p.entry.value))
+        for plugin in found:
+            first = plugins.setdefault(plugin.entry.name, plugin)
+            if first is not plugin:
                 plugin.duplicate_of = first.owner[0]
                 self.duplicates.append(plugin)
-            # else: the same distribution seen twice on sys.path (an editable install beside a stale one)
 
     def examine(self, plugin: _Plugin) -> BackendRecord:
         with self.lock:
+            if plugin.loading:  # it lists backends while it is being loaded: no answer about itself, and no loop
+                return BackendRecord(plugin.entry.name, *plugin.owner, "unavailable", "it is being loaded")
             if plugin.record is None:
-                plugin.record = _examine(plugin)
+                plugin.loading = True
+                try:
+                    plugin.record = _examine(plugin)
+                finally:
+                    plugin.loading = False
                 _report(plugin.record)
             return plugin.record
 
@@ -127,8 +130,27 @@ class _Registry:
 _registry = _Registry()
 
 
-def _owner(entry: importlib.metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else ""
+def _after_fork() -> None:
+    _registry.lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _entry_points() -> Iterator[importlib.metadata.EntryPoint]:
+    """Ours, of every distribution on sys.path, the first of each name; one that cannot be read hides no other."""
+    seen: set[str] = set()
+    for dist in importlib.metadata.distributions():
+        try:
+            # Reading METADATA and parsing the entry points of everything installed would cost most of a discovery.
+            if "ecoffload." not in (dist.read_text("entry_points.txt") or ""):
+                continue
+            name = dist.name or str(dist.locate_file(""))
+            if name not in seen:
+                seen.add(name)
+                yield from [e for e in dist.entry_points if e.group in (GROUP, TEST_GROUP)]
+        except Exception as exc:
+            _log.warning("the entry points of a distribution at %s are unreadable: %r", dist.locate_file(""), exc)
 
 
 def _report(record: BackendRecord) -> None:
@@ -169,24 +191,27 @@ def _examine(plugin: _Plugin) -> BackendRecord:
     allowed = _allowed()
     if allowed is not None and name not in allowed:
         return record("blocked", "not listed in ECOFFLOAD_ALLOW_BACKENDS")
+    where = entry.value.partition(":")[0].strip()
     try:
-        module = import_module(entry.module)
+        module = import_module(where)
         number = getattr(module, "ECOFFLOAD_HOOK_API", None)
-    except Exception as exc:
+    except _ANY as exc:
         # A plugin for a newer core may fail on names that this core lacks: its number is readable all the same.
-        number = _number_in_source(entry.module)
+        number = _number_in_source(where)
         if number is not None and number not in hookspecs.SERVED_HOOK_APIS:
             return record("incompatible", _other_number(number), error=exc)
-        return record("failed", _import_reason(exc, entry.module, distribution), error=exc)
+        return record("failed", _import_reason(exc, where, distribution), error=exc)
     if number is None:
-        return record(
-            "failed", f"module {entry.module!r} has no ECOFFLOAD_HOOK_API; write ECOFFLOAD_HOOK_API = 1 in it"
-        )
+        return record("failed", f"module {where!r} has no ECOFFLOAD_HOOK_API; write ECOFFLOAD_HOOK_API = 1 in it")
     if isinstance(number, bool) or not isinstance(number, int) or number not in hookspecs.SERVED_HOOK_APIS:
         return record("incompatible", _other_number(number))
     try:
-        spec = _call_hook(entry)
-    except Exception as exc:
+        target = entry.load()
+    except _ANY as exc:
+        return record("failed", f"its entry point {entry.value!r} leads nowhere: {exc}", error=exc)
+    try:
+        spec = _call_hook(target, entry)
+    except _ANY as exc:
         return record("failed", f"its hook raised {type(exc).__name__}: {exc}", error=exc)
     if not isinstance(spec, BackendSpec):
         return record("failed", f"its hook returned {type(spec).__name__}, not an ecoffload.BackendSpec")
@@ -196,16 +221,18 @@ def _examine(plugin: _Plugin) -> BackendRecord:
         available = spec.load_class().availability()
     except PluginError as exc:
         return record("failed", str(exc), spec=spec, error=exc)
-    except Exception as exc:
+    except _ANY as exc:
         return record("failed", f"availability() raised {type(exc).__name__}: {exc}", spec=spec, error=exc)
+    if not isinstance(available, Availability):
+        kind = type(available).__name__
+        return record("failed", f"availability() returned {kind}, not an ecoffload.Availability", spec=spec)
     return record("ok" if available else "unavailable", available.reason, spec=spec)
 
 
-def _call_hook(entry: importlib.metadata.EntryPoint) -> Any:
+def _call_hook(target: Any, entry: importlib.metadata.EntryPoint) -> Any:
     """A manager a plugin: one that breaks half way leaves nothing behind in another's."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    target = entry.load()
     manager.register(target, name=entry.name)
     manager.check_pending()
     if not manager.hook.ecoffload_register_backend.get_hookimpls():
@@ -223,10 +250,18 @@ def _other_number(number: object) -> str:
 def _number_in_source(module: str) -> int | None:
     """The literal ``ECOFFLOAD_HOOK_API = N`` in a module that does not import."""
     try:
-        spec = find_spec(module)
-        if spec is None or spec.origin is None:
+        path: Any = None
+        origin: str | None = None
+        parts = module.split(".")
+        # Step by step, because find_spec() would import the parents, which may be what does not import.
+        for i in range(len(parts)):
+            name = ".".join(parts[: i + 1])
+            specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+            spec = next(s for s in specs if s is not None)
+            path, origin = spec.submodule_search_locations, spec.origin
+        if origin is None:
             return None
-        with open(spec.origin, encoding="utf-8") as source:
+        with open(origin, encoding="utf-8") as source:
             tree = ast.parse(source.read())
     except Exception:  # whatever is wrong with the module is reported by the import that failed
         return None
@@ -242,7 +277,7 @@ def _number_in_source(module: str) -> int | None:
     return None
 
 
-def _import_reason(exc: Exception, module: str, distribution: str) -> str:
+def _import_reason(exc: BaseException, module: str, distribution: str) -> str:
     missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
     if missing is not None and (module == missing or module.startswith(missing + ".")):
         return f"its module {module!r} is not there; reinstall it: pip install --force-reinstall {distribution}"
@@ -258,7 +293,7 @@ def list_backends(*, refresh: bool = False) -> list[BackendRecord]:
     """
     plugins = _registry.discover(refresh=refresh)
     found = [_registry.examine(p) for p in plugins.values() if not p.testing]
-    found += [_registry.examine(p) for p in _registry.duplicates]
+    found += [_registry.examine(p) for p in _registry.duplicates if not p.testing]
     if strict():
         for record in found:
             if record.status in ("failed", "incompatible", "duplicate"):
@@ -374,8 +409,9 @@ def _choose(kind: str | None) -> str:
     # Not so on AMD's GPUs, which torch calls "cuda" too: there the backend of that name is the one that cannot run.
     records = [_registry.examine(p) for p in plugins.values() if not p.testing]
     if kind is not None:
-        return _only([r for r in records if r.spec is not None and r.spec.device_type == kind], kind)
-    accelerators = [r for r in records if r.spec is not None and r.name != "cpu" and not r.spec.test_only]
+        # One of the device's own name counts even where it could not say what it serves: it is what was asked for.
+        return _only([r for r in records if kind == (r.spec.device_type if r.spec is not None else r.name)], kind)
+    accelerators = [r for r in records if r.spec is not None and r.spec.device_type != "cpu" and not r.spec.test_only]
     ready = [r for r in accelerators if r.status == "ok"]
     if not ready:
         states = "; ".join(f"{r.name}: {r.reason}" for r in records if r.name != "cpu") or "none is installed"
