@@ -101,9 +101,16 @@ class RocmPerCopy(EmulatedRocm):
         self.per_copy = True
 
 
-class _Plugin:
+class Plugin:
+    """An entry point's object: the package's own declaration under the name of a variant."""
+
     def __init__(self, name: str, base: BackendSpec, factory: type) -> None:
-        of = {"name": name, "device_type": name, "factory": f"{__name__}:{factory.__name__}", "test_only": True}
+        of = {
+            "name": name,
+            "device_type": name,
+            "factory": f"{factory.__module__}:{factory.__name__}",
+            "test_only": True,
+        }
         self._spec = BackendSpec.model_validate({**base.model_dump(), **of})
 
     @hookimpl
@@ -111,9 +118,9 @@ class _Plugin:
         return self._spec
 
 
-rocm_old_low = _Plugin("rocm-old-low", ROCM, RocmOldLow)
-rocm_old_high = _Plugin("rocm-old-high", ROCM, RocmOldHigh)
-rocm_new_low = _Plugin("rocm-new-low", ROCM, RocmNewLow)
-rocm_new_high = _Plugin("rocm-new-high", ROCM, RocmNewHigh)
-rocm_copies = _Plugin("rocm-copies", ROCM, RocmCopies)
-rocm_per_copy = _Plugin("rocm-per-copy", ROCM, RocmPerCopy)
+rocm_old_low = Plugin("rocm-old-low", ROCM, RocmOldLow)
+rocm_old_high = Plugin("rocm-old-high", ROCM, RocmOldHigh)
+rocm_new_low = Plugin("rocm-new-low", ROCM, RocmNewLow)
+rocm_new_high = Plugin("rocm-new-high", ROCM, RocmNewHigh)
+rocm_copies = Plugin("rocm-copies", ROCM, RocmCopies)
+rocm_per_copy = Plugin("rocm-per-copy", ROCM, RocmPerCopy)
