@@ -278,7 +278,8 @@ class AutoPolicy(EvictionPolicy[K]):
     New entries enter *probation*, an LRU queue, and victims come from its cold end. A use moves an entry to
     *protected*, another LRU queue; what overflows its quarter returns to the hot end of probation. A key that comes
     back soon after its eviction (a ghost; two regions' worth are remembered) was evicted too early: it enters protected
-    at once. So entries used once, however many, pass through probation alone.
+    at once. So entries used once, however many, pass through probation alone. A use right after the entry's own last
+    one is the same use.
 
     Three quarters of probation is what keeps this at LRU or above wherever LRU is right (an image is used again after
     minutes, or never). Smaller shares gain more under scans and lose on plain chat.
@@ -293,8 +294,10 @@ class AutoPolicy(EvictionPolicy[K]):
         self._protected: _Queue[K] = _Queue()
         self._queue_of: dict[K, _Queue[K]] = {}
         self._ghosts: _Ghosts[K] = _Ghosts(self._REMEMBERED * capacity)
+        self._latest: K | None = None  # added or used last
 
     def add(self, key: K, nbytes: int, cost: float = 0.0) -> None:
+        self._latest = key
         if self._ghosts.take(key):
             self._protect(key, nbytes)
         else:
@@ -302,6 +305,9 @@ class AutoPolicy(EvictionPolicy[K]):
 
     def touch(self, key: K) -> None:
         queue = self._queue_of[key]
+        if key == self._latest:
+            return
+        self._latest = key
         if queue is self._protected:
             queue.renew(key)
         else:

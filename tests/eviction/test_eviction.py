@@ -140,6 +140,15 @@ def test_auto_evicts_what_was_used_once_before_what_was_used_again() -> None:
     assert drain(auto) == "cdab"
 
 
+def test_auto_takes_uses_in_a_row_for_one() -> None:
+    auto = policy("auto")
+    add(auto, "ab")
+    auto.touch("b")
+    auto.touch("b")
+    auto.touch("a")
+    assert drain(auto) == "ba"
+
+
 def test_auto_protects_a_quarter_and_no_more() -> None:
     auto = policy("auto")
     add(auto, "abcd")
