@@ -56,7 +56,7 @@ def submit_batch(
                 parts.append(completion)
     except Exception as exc:
         count = batch.count
-        _settle(backend, parts, stream)
+        _settle(backend, parts, stream, exc)
         batch.release()
         if isinstance(exc, EcoffloadError):
             raise
@@ -70,14 +70,18 @@ def submit_batch(
     return _All(parts, batch, keep)
 
 
-def _settle(backend: SwapBackend, parts: list[Completion], stream: Any) -> None:
-    """After a failed submit: earlier parts may still be copying from arrays that are about to be lent again."""
+def _settle(backend: SwapBackend, parts: list[Completion], stream: Any, failure: Exception) -> None:
+    """After a failed submit: earlier parts may still be copying from arrays that are about to be lent again.
+
+    A backend that refused before it enqueued anything says so (detail ``enqueued=False``): a stream that it refused
+    because it is being captured into a graph must not be synchronised, or the capture is lost.
+    """
     for part in parts:
         try:
             part.wait()
         except SwapFailed:
             continue
-    if not backend.spec.capabilities.snapshots_descriptors:
+    if not backend.spec.capabilities.snapshots_descriptors and getattr(failure, "enqueued", True):
         try:
             backend.ops.synchronize(stream)
         except Exception:  # the device's own report comes with the error that is being raised

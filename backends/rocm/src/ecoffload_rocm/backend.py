@@ -119,6 +119,7 @@ class RocmBackend(SwapBackend):
                 f"this process was forked after ROCm device {self.device_index} was used, and HIP does not survive a "
                 "fork; start workers with the 'spawn' method, or use the device only in the child",
                 index=None,
+                enqueued=False,
             )
         with hip.on_device(self.device_index):
             if hip.is_capturing(handle):
@@ -126,6 +127,7 @@ class RocmBackend(SwapBackend):
                     "the stream is being captured into a graph, where batched copies have no place; copy on a stream "
                     "of its own, outside the capture",
                     index=None,
+                    enqueued=False,
                 )
             if self.per_copy or not self._batched(batch, direction, handle):
                 self._one_by_one(batch, direction, handle)
