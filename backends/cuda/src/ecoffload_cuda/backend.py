@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,13 @@ _log = logging.getLogger("ecoffload.cuda")
 
 _NOT_READY: Final = 600
 _LEGACY: Final = (0, 1)  # NULL and CU_STREAM_LEGACY: the batch call refuses them
-_ENGINE_MOST: Final = 16384
-"""Descriptors of one batch call. Longer batches are cut: about 52,000 crashed one card and driver (as reported)."""
+_ENGINE_FIRST: Final = 32
+_ENGINE_MOST: Final = 1024
+"""Descriptors of the first batch call and of the longest; each is twice the one before. The engine begins when a call
+returns, and a call takes the host 8 us and 0.45 us a descriptor: one call for thousands would leave the link idle for
+milliseconds. (Nor are very long calls safe: about 52,000 descriptors crashed one card and driver, as reported.)"""
+_LOOK_ALL: Final = 128
+"""Up to so many descriptors, plain Python weighs them quicker than numpy."""
 _REGISTER_FLAGS: Final = 3  # PORTABLE | DEVICEMAP
 
 Words = npt.NDArray[np.uint64]
@@ -162,7 +167,7 @@ class _Live:
 
     def close(self) -> None:
         cuda = self.cuda
-        if cuda.driver.forked:
+        if self.device.forked:
             return  # the child has no context to free anything in
         with self.device.current(), cuda.relaxed():
             for stream in (self.engine_stream, *self.kernel_streams.values()):
@@ -288,40 +293,39 @@ class CudaBackend(SwapBackend):
         if batch.count == 0:
             return Completed()
         live = self._live or self._start()
+        cuda, device = live.cuda, live.device
         raw = _raw(stream)
-        device = live.device
+        capturing = ctypes.c_int()
         pushed = device.enter()
         try:
-            self._refuse_capture(live, raw)
+            code = cuda.StreamIsCapturing(raw, ctypes.addressof(capturing))
+            if code or capturing.value:
+                self._refuse_stream(live, raw, code)
             with self._lock:
-                if raw not in _LEGACY:
-                    self._copy(live, batch, direction, raw)
-                    last = raw
-                else:
+                last = raw
+                if raw in _LEGACY:
                     last = live.engine_stream
                     self._order(live, raw, live.fork, last)
-                    self._copy(live, batch, direction, last)
+                self._copy(live, batch, direction, last)
                 event = live.event()
-                live.cuda.driver.check(live.cuda.EventRecord(event, last), "recording the end of a swap", index=None)
-                if last != raw:
-                    code = live.cuda.StreamWaitEvent(raw, event, 0)
-                    live.cuda.driver.check(code, "the default stream cannot wait for a swap", index=None)
+                code = cuda.EventRecord(event, last)
+                if last != raw and not code:
+                    code = cuda.StreamWaitEvent(raw, event, 0)
+            if code:
+                raise cuda.driver.error(code, "the end of a swap cannot be recorded", index=None)
         finally:
             if pushed:
                 device.leave()
         return CudaCompletion(live, event)
 
-    def _refuse_capture(self, live: _Live, raw: int) -> None:
-        status = ctypes.c_int()
-        code = live.cuda.StreamIsCapturing(raw, ctypes.addressof(status))
-        live.cuda.driver.check(code, "the stream of a swap cannot be used", index=None)
-        if status.value:
-            raise SwapFailed(
-                f"stream {raw:#x} is being captured into a graph, and a swap must not be part of one: a replay would "
-                "copy to and from addresses that have other owners by then; submit it on another stream, or outside "
-                "the capture",
-                index=None,
-            )
+    def _refuse_stream(self, live: _Live, raw: int, code: int) -> NoReturn:
+        if code:
+            raise live.cuda.driver.error(code, f"stream {raw:#x} of a swap cannot be used", index=None)
+        raise SwapFailed(
+            f"stream {raw:#x} is being captured into a graph, and a swap must not be part of one: a replay would copy "
+            "to and from addresses that have other owners by then; submit it on another stream, or outside the capture",
+            index=None,
+        )
 
     def _order(self, live: _Live, before: int, event: int, after: int) -> None:
         """What is on ``before`` by now runs before what comes on ``after``."""
@@ -347,9 +351,15 @@ class CudaBackend(SwapBackend):
     def _copy_with_kernel(self, live: _Live, batch: BatchView, direction: Direction, raw: int) -> str:
         """Share a batch between kernel and engine; or enqueue nothing and return why all of it is the engine's."""
         count = batch.count
-        src, dst, size = words(batch.src, count), words(batch.dst, count), words(batch.size, count)
-        low, high = int(size.min()), int(size.max())
         way = live.tuning.way(direction)
+        if count <= _LOOK_ALL and sum(map(way.whole.__gt__, words_at(batch.size, count))) < live.tuning.kernel_min:
+            return "long descriptors"
+        size = words(batch.size, count)
+        low = int(size.min())
+        if low >= way.whole:
+            return "long descriptors"
+        high = int(size.max())
+        src, dst = words(batch.src, count), words(batch.dst, count)
         first, last = way.klass(low), way.klass(high)
         rest: tuple[Words, Words, Words] | None = None  # the engine's, where it is no prefix of the batch
         taken: Words | None = None
@@ -379,7 +389,7 @@ class CudaBackend(SwapBackend):
         gather = self._gather(live, direction)
         if gather is None:
             return "no kernel"
-        mean = int(size.sum()) / len(size)
+        mean = low if low == high else int(size.sum()) / len(size)
         stream = live.kernel_streams[direction] if cut else raw
         if cut:
             self._order(live, raw, live.fork, stream)
@@ -446,12 +456,15 @@ class CudaBackend(SwapBackend):
         if call is None or self.per_copy:
             self._one_by_one(live, dst, src, size, count, stream, first, indices)
             return
-        for at in range(0, count, _ENGINE_MOST):
-            n = min(_ENGINE_MOST, count - at)
+        at, most = 0, _ENGINE_FIRST
+        while at < count:
+            n = min(most, count - at)
             code, failed = call(dst + 8 * at, src + 8 * at, size + 8 * at, n, stream)
             if code:
                 local = None if failed is None else at + failed
                 raise self._failure(live, code, "cuMemcpyBatchAsync", src, dst, size, local, stream, first, indices)
+            at += n
+            most = min(2 * most, _ENGINE_MOST)
 
     def _one_by_one(
         self,
@@ -579,7 +592,7 @@ class CudaBackend(SwapBackend):
                 raise SwapFailed(f"{registration.address:#x} is not registered with this backend (any more)", code=713)
             self._remap()
             live = self._live or self._start()
-            if live.cuda.driver.forked:
+            if live.device.forked:
                 return  # the parent's registration; the child has none
             with live.device.current(), live.cuda.relaxed():
                 code = live.cuda.MemHostUnregister(registration.address)

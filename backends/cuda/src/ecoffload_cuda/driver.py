@@ -7,6 +7,8 @@ package calls the driver through a :class:`Cuda`; nothing here decides how bytes
 from __future__ import annotations
 
 import ctypes
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -130,6 +132,17 @@ class Cuda:
             raise BackendUnavailable(f"backend 'cuda' is unavailable: {reason}", name="cuda", reason=reason)
 
 
+_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for device in _devices:
+        device.forked = True
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Device:
     """One device and its primary context, which is torch's too: there is one context a device.
 
@@ -140,6 +153,8 @@ class Device:
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda = cuda
         self.index = index
+        self.forked = False
+        """Whether this process is a fork of the one that made the context, which does not survive that."""
         cuda.initialise()
         count = cuda.out("DeviceGetCount", ctype=_INT)
         if not 0 <= index < count:
@@ -155,6 +170,7 @@ class Device:
         self.compute = (self.attribute(75), self.attribute(76))  # COMPUTE_CAPABILITY_MAJOR, _MINOR
         self.multiprocessors = self.attribute(16)
         self.shared_memory = self.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        _devices.add(self)
 
     def attribute(self, number: int) -> int:
         """A CUdevice_attribute, or 0 where the driver does not know it."""
@@ -163,12 +179,12 @@ class Device:
 
     def enter(self) -> bool:
         """Make the context current. True: :meth:`leave` must follow. Raises after a fork."""
-        cuda = self.cuda
-        if cuda.driver.forked:
+        if self.forked:
             raise SwapFailed(
                 f"this process was forked after CUDA device {self.index} was used, and CUDA does not survive a fork; "
                 "start workers with the 'spawn' method, or use the device only in the child"
             )
+        cuda = self.cuda
         current = ctypes.c_size_t()
         if cuda.CtxGetCurrent(ctypes.addressof(current)) == 0 and current.value == self.context:
             return False
@@ -194,5 +210,5 @@ class Device:
 
     def release(self) -> None:
         """Give the primary context back. The object is of no use afterwards."""
-        if not self.cuda.driver.forked:
+        if not self.forked:
             self.cuda.DevicePrimaryCtxRelease(self.handle)

@@ -76,7 +76,8 @@ class Shape:
 
 BULK: Final[dict[Direction, Shape]] = {
     # Loads: every SM's memory filled with 4 KiB slots keeps enough reads in flight for descriptors of 2 KiB too.
-    H2D: Shape(14, 4, 1, 4096),
+    # Evict-first: what is loaded passes through the L2 and should not push out what a GEMM beside it keeps there.
+    H2D: Shape(14, 4, 1, 4096, ("HINT",)),
     # Stores: as few bytes on their way as fill the link, since writes that queue for it hold up every other SM's.
     D2H: Shape(4, 4, 2, 4096, ("SETTLE",)),
 }

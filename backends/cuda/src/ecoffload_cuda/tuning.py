@@ -1,8 +1,9 @@
 """Which descriptors go to the copy engine and which to the kernel: defaults, and the file of what was measured.
 
 One idea: for each direction a list of size classes, each with the share of its descriptors that the copy engine takes;
-the kernel takes the rest at the same time. Short descriptors cost the engine about 0.4 us each (more below 32 KiB), so
-the kernel has them all; long ones run a little faster on the engine, which also leaves every multiprocessor alone.
+the kernel takes the rest at the same time. A descriptor of the engine's costs the host 0.45 us (more below 32 KiB), in
+which the link moves 25 KB: short ones are therefore the kernel's, and long ones the engine's, which is a little faster
+and leaves every multiprocessor alone. In between both have a part.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _log = logging.getLogger("ecoffload.cuda")
 
 _KIB: Final = 1024
 _VERSION: Final = 1
+_NEVER: Final = 2**64
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,14 @@ class Way:
     classes: tuple[tuple[int, float], ...]
     sms: tuple[tuple[int, int], ...]
     edges: tuple[int, ...] = field(init=False, compare=False)
+    whole: int = field(init=False, compare=False)
+    """From so many bytes on, every descriptor is the engine's."""
     shares: tuple[float, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", tuple(edge for edge, _ in self.classes))
+        alone = bool(self.classes) and self.classes[-1][1] == 1.0
+        object.__setattr__(self, "whole", self.edges[-1] if alone else _NEVER)
         object.__setattr__(self, "shares", (0.0, *(share for _, share in self.classes)))
 
     def blocks(self, mean: float) -> int:
@@ -73,16 +79,10 @@ class Tuning:
         return self.h2d if direction == H2D else self.d2h
 
 
-# Measured on an H200, PCIe Gen5 x16, driver 580 (benchmarks/results): the share with the highest rate for each size.
+# Measured on an H200, PCIe Gen5 x16, driver 580 (docs/cuda.md): the largest share near the best rate for each size.
 DEFAULTS: Final = Tuning(
-    h2d=Way(
-        ((32 * _KIB, 0.25), (64 * _KIB, 0.5), (96 * _KIB, 0.75), (192 * _KIB, 0.9), (1024 * _KIB, 1.0)),
-        ((0, 2),),
-    ),
-    d2h=Way(
-        ((32 * _KIB, 0.25), (192 * _KIB, 0.9), (1024 * _KIB, 1.0)),
-        ((0, 3), (3 * _KIB, 2)),
-    ),
+    h2d=Way(((20 * _KIB, 0.25), (28 * _KIB, 0.75), (40 * _KIB, 0.9), (56 * _KIB, 1.0)), ((0, 2),)),
+    d2h=Way(((28 * _KIB, 0.9), (40 * _KIB, 1.0)), ((0, 3), (3 * _KIB, 2))),
     kernel_min=8,
     source="defaults",
 )
