@@ -287,6 +287,17 @@ class DeviceOps(ABC):
         """One tensor of its own for each (shape, dtype, nbytes), allocated for use on ``stream``."""
         return [self.empty(nbytes, stream).view(dtype).reshape(shape) for shape, dtype, nbytes in specs]
 
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the device, made in order of the current stream."""
+        nbytes = tensor.numel() * tensor.element_size()
+        (copy,) = self.empty_tensors([(tuple(tensor.shape), tensor.dtype, nbytes)], self.current_stream())
+        if tensor.element_size() == 1:  # torch copies bytes of any dtype, but not every dtype of one byte
+            import torch
+
+            copy.view(torch.uint8).copy_(tensor.view(torch.uint8))
+            return copy
+        return copy.copy_(tensor)
+
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:  # noqa: B027 - most devices need nothing
         """Keep ``tensor``'s memory from reuse until what ``stream`` holds now has run."""
 

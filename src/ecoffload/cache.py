@@ -193,7 +193,7 @@ class EncoderCache:
             plan = scheduler.take_plan()
             try:
                 if copy and not self._backend.ops.host_ordered:
-                    tensor = tensor.clone()
+                    tensor = self._backend.ops.clone(tensor)
                 worker.save(name, tensor, plan)
                 worker.flush()
             finally:

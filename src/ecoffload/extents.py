@@ -107,6 +107,10 @@ class ExtentAllocator:
         """Length of the largest free extent in bytes; 0 when all is used."""
         return self._by_length[-1] >> _SHIFT if self._by_length else 0
 
+    def free_extents(self) -> list[Extent]:
+        """Everything that is free, in order of offset."""
+        return [Extent(offset, length) for offset, length in sorted(self._length_at.items())]
+
     def fits(self, nbytes: int) -> bool:
         """Whether an empty region would hold an entry of `nbytes`. If not, no eviction helps."""
         need = nbytes + -nbytes % self._granule

@@ -101,7 +101,8 @@ class OffloadScheduler:
             return
         scan = journal.records()
         self.recovery_dropped = scan.dropped
-        allocator.reserve(extent for each in (*scan.records, *scan.pending) for extent in each.extents)
+        claimed = [record.extents for record in scan.records] + [pending.extents for pending in scan.pending]
+        allocator.reserve(extent for extents in claimed for extent in extents)
         for pending in scan.pending:
             self.index.quarantine_foreign(pending.handle, pending.extents)
         if scan.unreadable:

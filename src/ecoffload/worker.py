@@ -272,46 +272,47 @@ class OffloadWorker:
             elif self._saves:
                 self._saves[-1].last = self._last_save
             return
-        ops = self._ops
-        batch = self._pool.lease(4 * len(given))
         sent: list[SaveOp] = []
         tensors: list[torch.Tensor] = []
-        for op, tensor in given:
-            problem = self._unlike(op, tensor)
-            if problem is None:
-                source = tensor.detach()
-                if not source.is_contiguous():
-                    source = source.contiguous()
-                filled = batch.count
-                try:
-                    self._descriptors(batch, op, ops.address_of(source), to_host=True)
-                except DescriptorError as exc:
-                    batch.count = filled
-                    problem = str(exc)
-                else:
-                    sent.append(op)
-                    tensors.append(source)
-            if problem is not None:
-                _log.warning("the save of key %r was dropped: %s", op.key, problem)
-                slot.fail_save(op.number)
-        completion: Completion
+        completion: Completion = Completed()
         try:
+            batch = self._pool.lease(2 * len(given))
+            for op, tensor in given:
+                problem = self._unlike(op, tensor) or self._add_save(batch, op, tensor, tensors)
+                if problem is None:
+                    sent.append(op)
+                else:
+                    _log.warning("the save of key %r was dropped: %s", op.key, problem)
+                    slot.fail_save(op.number)
             completion = self._submit(batch, D2H)
-        except SwapFailed as exc:
-            for op in sent:
+        except BaseException as exc:
+            # Whatever it was: every number must be settled, or the scheduler waits for these saves for ever.
+            for op, _ in given:
                 slot.fail_save(op.number)
-            _log.warning("%d saves were dropped: %s", len(sent), exc)
-            sent, tensors, completion = [], [], Completed()
-            if isinstance(exc, DeviceLost):
-                self._settle()
+            sent, tensors = [], []
+            if isinstance(exc, DeviceLost) or not isinstance(exc, SwapFailed):
                 raise
-        flight = _Flight("save", self._last_save, sent, completion, tensors)
-        self._saves.append(flight)
-        if self._host_ordered:
-            self._settle()
-        else:
+            _log.warning("%d saves were dropped: %s", len(given), exc)
+        finally:
+            flight = _Flight("save", self._last_save, sent, completion, tensors)
+            self._saves.append(flight)
             for op in sent:
                 self._writing[op.key] = flight
+            if self._host_ordered or not sent:
+                self._settle()
+
+    def _add_save(self, batch: Batch, op: SaveOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> str | None:
+        source = tensor.detach()
+        if not source.is_contiguous():
+            source = self._ops.clone(source)
+        filled = batch.count
+        try:
+            self._descriptors(batch, op, self._ops.address_of(source), to_host=True)
+        except DescriptorError as exc:
+            batch.count = filled
+            return str(exc)
+        tensors.append(source)
+        return None
 
     def _unlike(self, op: SaveOp, tensor: torch.Tensor) -> str | None:
         if dtype_name(tensor.dtype) != op.dtype or tuple(tensor.shape) != op.shape:

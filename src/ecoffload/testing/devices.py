@@ -238,6 +238,8 @@ class SimOps(DeviceOps):
     def owns(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != "cpu":
             return False
+        if not tensor.numel():  # torch gives no address for it, so it may lie anywhere
+            return True
         return 0 <= tensor.data_ptr() - self.sim.memory.real < self.sim.memory.nbytes
 
     def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:
@@ -247,6 +249,8 @@ class SimOps(DeviceOps):
     def address_of(self, tensor: torch.Tensor) -> int:
         if not self.owns(tensor):
             raise ConfigError("the tensor does not lie on this simulated device", option="tensor", value=tensor.shape)
+        if not tensor.numel():
+            return self.sim.memory.base
         return tensor.data_ptr() - self.sim.memory.real + self.sim.memory.base
 
     def stream(self) -> HostQueue:
