@@ -130,9 +130,9 @@ class Batch:
 
     def append(self, src: int, dst: int, size: int) -> None:
         """Add one descriptor: addresses in [0, 2**64), size in bytes; zero sizes are left out."""
+        lease = self._live()
         if size == 0:
             return
-        lease = self._live()
         i = self.count
         if i == lease.capacity:
             self._grow(i + 1)
@@ -257,6 +257,7 @@ class Batch:
 
     def merge(self, source_edges: AddressRanges | None = None, destination_edges: AddressRanges | None = None) -> None:
         """Join neighbours that continue each other on both sides and stay inside one known range on each."""
+        self._live()
         n = self.count
         if n < 2:
             return
@@ -356,7 +357,10 @@ class DescriptorPool:
     def lease(self, capacity: int = 0) -> Batch:
         """An empty batch with room for at least ``capacity`` descriptors (it grows when more are added)."""
         for _ in range(len(self._abandoned)):
-            lease, ended = self._abandoned.popleft()
+            try:
+                lease, ended = self._abandoned.popleft()
+            except IndexError:  # another thread is looking as well
+                break
             if ended():
                 self._give(lease)
             else:
