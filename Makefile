@@ -1,5 +1,6 @@
 # Every target makes or reuses the environment it needs; a fresh machine needs Python 3.11+ and make, nothing else.
 PYTHON ?= python3
+BENCH  ?= extents cpu_copies put_get registry region
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -31,7 +32,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(STAMP) ## the figures of benchmarks/ against their bars; the last line is "N below"
-	$(BIN)/python -m benchmarks $(BENCH)
+	$(BIN)/python benchmarks/figures.py $(BENCH)
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-* .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
