@@ -1,7 +1,7 @@
 """What a region costs: reserving it from every core beside one thread, telling completion, keeping the journal.
 
-`make bench` runs it; ECOFFLOAD_BENCH_REGION_MIB sets how much shared memory it populates at a time (512 by default, and
-never more than a quarter of what is free).
+`make bench` runs it; ECOFFLOAD_BENCH_REGION_MIB sets how much shared memory it populates at a time (1024 by default,
+never more than a quarter of what is free), ECOFFLOAD_BENCH_SHM where.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="ecoffload-bench-", dir=DIRECTORY))
     try:
         free = os.statvfs(directory)
-        nbytes = min(int(os.environ.get("ECOFFLOAD_BENCH_REGION_MIB", "512")) << 20, free.f_bavail * free.f_frsize // 4)
+        nbytes = min(
+            int(os.environ.get("ECOFFLOAD_BENCH_REGION_MIB", "1024")) << 20, free.f_bavail * free.f_frsize // 4
+        )
         cores = hostmem.cpu_count()
         one, all_cores = [], []
-        for turn in range(6):  # alternating, so that both see the same machine; the first turn warms it up
+        for turn in range(8):  # alternating, so that both see the same machine; the first turn warms it up
             seconds = populate(directory / "one", nbytes, 1), populate(directory / "all", nbytes, cores)
             if turn:
                 one.append(seconds[0])

@@ -199,12 +199,14 @@ def test_a_listing_counts_commits_without_a_journal(tmp_path: Path) -> None:
         os.close(fd)
 
 
+@settings(deadline=None)
 @given(content=st.binary(max_size=4 * RECORD_BYTES))
 def test_random_bytes_hold_no_entries(content: bytes) -> None:
     content = content.ljust(4 * RECORD_BYTES, b"\0")
     assert read(content).records == ()
 
 
+@settings(deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(0, 4 * RECORD_BYTES - 1), st.integers(0, 255)), min_size=1, max_size=6))
 def test_a_record_with_a_changed_byte_is_dropped_and_the_others_stand(edits: list[tuple[int, int]]) -> None:
     journal, memory = make(count=4)
@@ -228,6 +230,7 @@ numbers = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(
     generation=numbers, nbytes=numbers, key_length=st.integers(0, 2**16 - 1), extent_count=st.integers(0, 255),
     ndim=st.integers(0, 255), dtype=st.one_of(st.sampled_from([b"uint8", b"float32"]), st.binary(max_size=20)),

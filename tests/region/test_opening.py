@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecoffload import layout
@@ -64,6 +64,7 @@ def test_capacity_is_rounded_up_to_granules_and_the_memory_to_pages(shm: Path) -
         assert region.address % 4096 == 0
 
 
+@settings(deadline=None)
 @given(
     capacity=st.integers(1, 1 << 40), granule=st.integers(1, 1 << 20), chunk=st.integers(1 << 16, 1 << 36),
     page=st.sampled_from([4096, 65536, 2 << 20]), warm=st.booleans(), namespace=st.text(max_size=3000),
@@ -153,8 +154,8 @@ def test_many_that_come_at_once_share_one_region(shm: Path, child: Callable[...,
         sys.stdin.readline()
         region.close()
     """
-    children = [child(code, shm) for _ in range(6)]
-    assert sorted(each.line() for each in children) == ["created"] + ["joined"] * 5
+    children = [child(code, shm) for _ in range(4)]
+    assert sorted(each.line() for each in children) == ["created"] + ["joined"] * 3
     for each in children:
         each.tell("go")
         assert each.end() == (0, "", "")

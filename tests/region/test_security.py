@@ -136,12 +136,14 @@ def good_header() -> layout.Header:
     )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(page=st.binary(max_size=4096))
 def test_random_bytes_are_no_header(page: bytes) -> None:
     assert layout.parse(page) is None
     assert not layout.is_ready(page)
 
 
+@settings(deadline=None)
 @given(edits=edits)
 def test_a_header_with_a_changed_byte_is_no_header(edits: list[tuple[int, bytes]]) -> None:
     good = good_header().pack()
@@ -152,6 +154,7 @@ def test_a_header_with_a_changed_byte_is_no_header(edits: list[tuple[int, bytes]
     assert (layout.parse(bytes(page)) is not None) == (bytes(page[:2048]) == good)
 
 
+@settings(deadline=None)
 @given(field=st.integers(0, 11), value=words)
 def test_a_header_with_a_right_checksum_and_wrong_numbers_is_believed_only_if_it_makes_sense(
     field: int, value: int
@@ -174,7 +177,7 @@ def test_a_header_with_a_right_checksum_and_wrong_numbers_is_believed_only_if_it
         assert header.total < 1 << 62
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=edits, tail=st.binary(max_size=64), size=st.sampled_from([0, 1, 4095, 4096, 5000, MIB]))
 def test_a_left_over_file_with_any_content_is_taken_over(
     shm: Path, edits: list[tuple[int, bytes]], tail: bytes, size: int
@@ -194,7 +197,7 @@ def test_a_left_over_file_with_any_content_is_taken_over(
     shm.mkdir()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=edits)
 def test_a_listing_and_a_reclaim_survive_any_file(shm: Path, edits: list[tuple[int, bytes]]) -> None:
     page = bytearray(good_header().pack() + bytes(2048))
@@ -209,7 +212,7 @@ def test_a_listing_and_a_reclaim_survive_any_file(shm: Path, edits: list[tuple[i
     assert list(shm.iterdir()) == []
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changed=st.dictionaries(st.integers(layout.W_READY, 272), words, min_size=1, max_size=6))
 def test_a_warm_region_whose_changing_words_are_garbage_opens_and_schedules(shm: Path, changed: dict[int, int]) -> None:
     open_region(shm, capacity=65536, warm=True, namespace="n").close()
