@@ -96,7 +96,7 @@ class EncoderCache:
     * ``capacity``: host memory in bytes, or a size such as "2GiB"; reserved now, so that no later write can fail.
     * ``device``: "cpu", "cuda", "cuda:1", ...; default "cpu", or the device of ``backend`` where one is named.
     * ``backend``: a backend's name; default: the one that serves ``device``.
-    * ``policy``: "fifo", "lru", "s3-fifo", "gdsf" or "auto".
+    * ``policy``: "auto" (segmented LRU that a scan cannot flush), "lru", "fifo", "s3-fifo" or "gdsf".
     * ``register``: "require", "prefer" or "off": DMA-able host memory.
     * ``checksum``: verify each entry's bytes before it is given back.
     * ``directory``, ``id``, ``namespace``, ``warm``, ``reclaim_after``, ``scrub_on_close``: the host region's, see
@@ -114,7 +114,7 @@ class EncoderCache:
         *,
         device: str | torch.device | None = None,
         backend: str | SwapBackend | None = None,
-        policy: str = "lru",
+        policy: str = "auto",
         namespace: str = "",
         register: RegisterPolicy = "prefer",
         checksum: bool = False,

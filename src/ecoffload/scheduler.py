@@ -62,7 +62,7 @@ class OffloadScheduler:
         region: HostRegion,
         *,
         world: int = 1,
-        policy: str | EvictionPolicy[bytes] = "lru",
+        policy: str | EvictionPolicy[bytes] = "auto",
         checksum: bool = False,
     ) -> None:
         self.region = region
