@@ -50,13 +50,15 @@ for generation in ${XPU_GENERATIONS:-9 8}; do environment "$generation"; install
 reports=.cache/reports
 mkdir -p "$reports"
 for generation in ${XPU_GENERATIONS:-9 8}; do
-    env=.venv-xpu-$generation
-    echo "== libsycl.so.$generation: the backend on the SYCL CPU device" >&2
-    "$env/bin/python" -m pytest -q backends/xpu/tests "$@"
+    python=.venv-xpu-$generation/bin/python
+    echo "== libsycl.so.$generation: the recorder, then the real runtime" >&2
+    "$python" -m pytest -q backends/xpu/tests "$@"
+    "$python" -m pytest -q backends/xpu/tests/runtime "$@"
     for way in shim dpctl; do
         echo "== libsycl.so.$generation: the conformance suite through $way" >&2
-        ECOFFLOAD_XPU_WAY=$way "$env/bin/python" -m pytest -q --pyargs ecoffload.testing.conformance \
-            --ecoffload-backend=sycl-cpu --ecoffload-report="$reports/xpu-libsycl-$generation-$way.json" "$@"
+        ECOFFLOAD_XPU_WAY=$way "$python" -m pytest -q --pyargs ecoffload.testing.conformance \
+            --ecoffload-backend=sycl-cpu --ecoffload-backend=sycl-cpu-plain \
+            --ecoffload-report="$reports/xpu-libsycl-$generation-$way.json" "$@"
     done
 done
-echo "tests/xpu.sh: green on the SYCL CPU device: libsycl generations ${XPU_GENERATIONS:-9 8}, ways shim and dpctl" >&2
+echo "tests/xpu.sh: green on the SYCL CPU device: libsycl generations ${XPU_GENERATIONS:-9 8}, ways shim and dpctl"

@@ -18,8 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("ecoffload_xpu") is None:  # runs from a checkout, installed or not
     sys.path.insert(0, str(ROOT / "src"))
 
-# The tests on the real SYCL runtime have an environment of their own (tests/xpu.sh).
-collect_ignore = [] if importlib.util.find_spec("dpctl") else ["runtime"]
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The tests on the real runtime run when they are named (tests/xpu.sh): one process, one libsycl."""
+    if collection_path == Path(__file__).with_name("runtime"):
+        return not any("runtime" in argument for argument in config.args)
+    return None
 
 
 @pytest.fixture(scope="session")
