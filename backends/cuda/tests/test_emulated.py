@@ -423,6 +423,17 @@ def test_a_table_above_the_smallest_slot_goes_through_device_memory() -> None:
     assert rig.backend.stats()["descriptors"]["kernel"] == 10000
 
 
+def test_a_batch_of_many_short_descriptors_is_launched_in_parts() -> None:
+    rig = Rig(kernel=True)
+    triples = blocks(40000, 24)
+    rig.submit(H2D, triples).wait()
+    np.testing.assert_array_equal(
+        rig.device[: 40000 * 24].reshape(40000, 24),
+        rig.host[: 40000 * 24].reshape(40000, 24)[[h // 24 for h, _, _ in triples]],
+    )
+    assert [table.count for _, _, table in rig.gather.launches] == [16384, 16384, 40000 - 2 * 16384]
+
+
 sizes = st.lists(
     st.one_of(st.integers(1, 300), st.integers(4090, 4100), st.integers(1, 30000)), min_size=8, max_size=40
 )

@@ -407,6 +407,31 @@ def test_a_thread_that_never_used_cuda_may_submit_poll_and_wait(rig: Rig) -> Non
     assert torch.equal(rig.tensor[: 64 * 4096].cpu(), rig.host[: 64 * 4096])
 
 
+def test_a_thread_that_never_used_cuda_may_order_streams_by_events(rig: Rig) -> None:
+    seen: list[bool] = []
+    rig.tensor[:4096] = 1
+    torch.cuda.synchronize()
+    other = rig.backend.ops.stream()
+    rig.backend.ops.delay(rig.stream, 20)
+    with torch.cuda.stream(rig.stream):
+        rig.tensor[:4096] = 2
+
+    def work() -> None:
+        ops = rig.backend.ops
+        event = ops.event()
+        ops.record(event, rig.stream)
+        ops.wait(other, event)
+        seen.append(ops.query(event))
+        rig.submit(D2H, [0], [0], [4096], other).wait()
+        seen.append(ops.query(event))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
+    assert (rig.host[:4096] == 2).all()
+
+
 def test_a_forked_child_gets_a_clear_error() -> None:
     script = """
         import os, torch, ecoffload

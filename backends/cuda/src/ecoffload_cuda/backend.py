@@ -50,12 +50,16 @@ __all__ = ["CudaBackend", "CudaCompletion"]
 _log = logging.getLogger("ecoffload.cuda")
 
 _NOT_READY: Final = 600
+_NO_LIMITS: Final = Limits()
 _LEGACY: Final = (0, 1)  # NULL and CU_STREAM_LEGACY: the batch call refuses them
 _ENGINE_FIRST: Final = 32
 _ENGINE_MOST: Final = 1024
 """Descriptors of the first batch call and of the longest; each is twice the one before. The engine begins when a call
 returns, and a call takes the host 8 us and 0.45 us a descriptor: one call for thousands would leave the link idle for
 milliseconds. (Nor are very long calls safe: about 52,000 descriptors crashed one card and driver, as reported.)"""
+_LAUNCH_MOST: Final = 16384
+"""Descriptors of one launch: the first of a long batch is under way while the next table is written, and tables stay
+small. (A kernel needs some 5 us to fill and drain its slots, and a millisecond for so many descriptors of 4 KiB.)"""
 _LOOK_ALL: Final = 128
 """Up to so many descriptors, plain Python weighs them quicker than numpy."""
 _REGISTER_FLAGS: Final = 3  # PORTABLE | DEVICEMAP
@@ -209,7 +213,7 @@ class CudaBackend(SwapBackend):
         if self._ops is None:
             from ecoffload_cuda.ops import CudaDeviceOps
 
-            self._ops = CudaDeviceOps(self._cuda, self.device_index)
+            self._ops = CudaDeviceOps(self)
         return self._ops
 
     @classmethod
@@ -238,7 +242,7 @@ class CudaBackend(SwapBackend):
         return Availability(True, f"driver {cuda.driver.path}")
 
     def limits(self, direction: Direction) -> Limits:
-        return Limits()  # batches are cut here, where the share of the copy engine is known
+        return _NO_LIMITS  # batches are cut here, where the share of the copy engine is known
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 
@@ -294,7 +298,7 @@ class CudaBackend(SwapBackend):
             return Completed()
         live = self._live or self._start()
         cuda, device = live.cuda, live.device
-        raw = _raw(stream)
+        raw = getattr(stream, "cuda_stream", stream) or 0
         capturing = ctypes.c_int()
         pushed = device.enter()
         try:
@@ -426,19 +430,24 @@ class CudaBackend(SwapBackend):
         if not gather.shape.depth:
             blocks = PLAIN_BLOCKS
         blocks = min(blocks, live.device.multiprocessors or blocks)
-        slot = live.tables.lend(len(src))
-        launched = False
-        try:
-            table = live.tables.fill(slot, src, dst, size, low, high, gather.shift, stream)
-            code = gather.launch(blocks, stream, table)
-            live.cuda.driver.check(code, f"the gather kernel could not be launched on {blocks} blocks", index=None)
-            launched = True
-        finally:
-            if launched:
-                live.tables.used(slot, stream)
-            else:
-                self._settle(live, stream)
-                live.tables.unused(slot)
+        tables = live.tables
+        for at in range(0, len(src), _LAUNCH_MOST):
+            part = slice(at, at + _LAUNCH_MOST)
+            slot = tables.lend(len(src[part]))
+            launched = False
+            try:
+                table = tables.fill(slot, src[part], dst[part], size[part], low, high, gather.shift, stream)
+                code = gather.launch(blocks, stream, table)
+                if code:
+                    what = f"the gather kernel could not be launched on {blocks} blocks"
+                    raise live.cuda.driver.error(code, what, index=None)
+                launched = True
+            finally:
+                if launched:
+                    tables.used(slot, stream)
+                else:
+                    self._settle(live, stream)
+                    tables.unused(slot)
 
     def _engine(
         self,

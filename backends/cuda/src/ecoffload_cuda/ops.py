@@ -3,14 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ecoffload.torch_ops import TorchDeviceOps
-from ecoffload_cuda.driver import Cuda
 
-__all__ = ["CudaDeviceOps"]
+if TYPE_CHECKING:
+    from ecoffload_cuda.backend import CudaBackend
+
+__all__ = ["CudaDeviceOps", "DriverEvent"]
+
+_NO_CONTEXT = 201
+_NOT_READY = 600
+
+
+class DriverEvent:
+    """An event of the driver's, lent from the backend's pool: torch's own cost twice as much to make and record."""
+
+    __slots__ = ("_live", "cuda_event")
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._live = live = backend.live()
+        pushed = live.device.enter()
+        try:
+            self.cuda_event = live.event()
+        finally:
+            if pushed:
+                live.device.leave()
+
+    def record(self, stream: Any) -> None:
+        self._call("EventRecord", self.cuda_event, stream.cuda_stream)
+
+    def wait(self, stream: Any) -> None:
+        """Later work on ``stream`` waits for this event."""
+        self._call("StreamWaitEvent", stream.cuda_stream, self.cuda_event, 0)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        live = self._live
+        function = getattr(live.cuda, name)
+        code = function(*arguments)
+        if code == _NO_CONTEXT:  # a thread's first call
+            with live.device.current():
+                code = function(*arguments)
+        if code:
+            raise live.cuda.driver.error(code, f"cu{name} failed")
+
+    def query(self) -> bool:
+        live = self._live
+        with live.device.current(), live.cuda.relaxed():
+            code = live.cuda.EventQuery(self.cuda_event)
+        if code == _NOT_READY:
+            return False
+        live.cuda.driver.check(code, "asking for an event")
+        return True
+
+    def synchronize(self) -> None:
+        live = self._live
+        with live.device.current(), live.cuda.relaxed():
+            live.cuda.driver.check(live.cuda.EventSynchronize(self.cuda_event), "waiting for an event")
+
+    def __del__(self) -> None:
+        live = getattr(self, "_live", None)
+        if live is not None and hasattr(self, "cuda_event"):
+            live.events.append(self.cuda_event)
 
 
 class CudaDeviceOps(TorchDeviceOps):
@@ -20,9 +76,9 @@ class CudaDeviceOps(TorchDeviceOps):
     block of the compute kernel in front of it has been handed out.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int) -> None:
-        super().__init__("cuda", device_index)
-        self._cuda = cuda
+    def __init__(self, backend: CudaBackend) -> None:
+        super().__init__("cuda", backend.device_index)
+        self._backend = backend
         # torch makes a new object for each question about the current stream (9 us where caches are cold); the raw
         # handle comes for a twentieth of that, and a handle names one stream for as long as it is current.
         self._handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -56,6 +112,8 @@ class CudaDeviceOps(TorchDeviceOps):
         finally:
             torch.cuda.set_stream(before)
 
-    def query(self, event: Any) -> bool:
-        with self._cuda.relaxed():
-            return bool(event.query())
+    def event(self) -> DriverEvent:
+        return DriverEvent(self._backend)
+
+    def wait(self, stream: Any, event: DriverEvent) -> None:
+        event.wait(stream)

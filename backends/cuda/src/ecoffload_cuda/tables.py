@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint64]
 
 _SMALLEST: Final = 4096
 """Descriptors of the smallest slot (a hundred kilobytes)."""
-_MOST_SLOTS: Final = 8
+_MOST_SLOTS: Final = 16
 _PINNED: Final = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 _READ_IN_PLACE: Final = 256
 """Up to so many descriptors the kernel reads from pinned memory itself: one trip over the link, no copy to wait for.
