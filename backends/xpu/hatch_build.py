@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,15 @@ class ShimHook(BuildHookInterface):  # type: ignore[type-arg]
 
     PLUGIN_NAME = "custom"
 
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         source = Path(self.root) / PACKAGE / "shim.cpp"
-        target = source.with_name("_shim.so")
+        if version == "editable":  # found beside its source
+            target = source.with_name("_shim.so")
+        else:
+            self._folder = tempfile.TemporaryDirectory()
+            target = Path(self._folder.name) / "_shim.so"
         problem = compile_shim(source, target)
         if problem is not None:
             target.unlink(missing_ok=True)  # one of an older source would be worse than none
@@ -56,5 +63,9 @@ class ShimHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        if version != "editable":  # an editable install finds it beside its source
+        if version != "editable":
             build_data["force_include"][str(target)] = "ecoffload_xpu/_shim.so"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()

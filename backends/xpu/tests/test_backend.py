@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import sys
 import threading
@@ -306,6 +307,39 @@ def test_a_torch_without_xpu_is_named_as_the_reason():
 def test_listing_the_backend_initialises_nothing(monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_available", lambda: pytest.fail("the device was asked"))
     assert not XpuBackend.availability()
+
+
+@pytest.fixture
+def hardware(monkeypatch, tmp_path):
+    """A torch built for XPU and an Intel GPU, as far as files tell."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_xpu.so").touch()
+    find = importlib.util.find_spec
+    fake = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake if name == "torch" else find(name))
+    monkeypatch.setattr(module, "intel_gpu_present", lambda: True)
+
+
+def test_with_device_and_shim_the_backend_is_available(hardware, built, monkeypatch):
+    monkeypatch.setattr(module, "SHIM", built / "_shim.so")
+    assert XpuBackend.availability().ok
+
+
+def test_a_probe_starts_the_device_and_gives_its_reason(hardware, built, monkeypatch):
+    monkeypatch.setattr(module, "SHIM", built / "_shim.so")
+    available = XpuBackend.availability(probe=True)
+    assert (available.ok, "torch has no xpu device" in available.reason) == (False, True)
+
+
+def test_without_a_gpu_the_reason_says_what_a_container_needs(hardware, monkeypatch):
+    monkeypatch.setattr(module, "intel_gpu_present", lambda: False)
+    assert "--device /dev/dri" in XpuBackend.availability().reason
+
+
+def test_without_any_way_the_reason_says_what_to_install(hardware, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "SHIM", tmp_path / "_shim.so")
+    monkeypatch.setattr(module, "dpctl_library", lambda: None)
+    assert "install g++ and reinstall ecoffload-xpu" in XpuBackend.availability().reason
 
 
 @pytest.mark.parametrize(("vendor", "found"), [("0x8086\n", True), ("0x10de\n", False), (None, True)])

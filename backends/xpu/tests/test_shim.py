@@ -217,6 +217,7 @@ def test_without_a_compiler_the_build_says_so_and_makes_a_pure_wheel(build_hook,
     hook.__dict__["_BuildHookInterface__app"] = SimpleNamespace(display_warning=warnings.append)
     data: dict = {"force_include": {}}
     hook.initialize("standard", data)
+    hook.finalize("standard", data, "")
     assert data == {"force_include": {}}
     assert "no-such-compiler" in warnings[0]
     assert "WITHOUT its shim" in warnings[0]
