@@ -89,18 +89,14 @@ def child() -> Iterator[Callable[..., Child]]:
 @pytest.fixture
 def in_tmpfs(child: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
     """`in_tmpfs("8m", code)`: run code whose args[0] is a tmpfs of that size, seen by that process alone."""
-    can = (
-        os.geteuid() == 0
-        and shutil.which("unshare")
-        and subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode == 0
-    )
-    if not can:
-        pytest.skip("mounting a small tmpfs needs root and unshare(1) with mount namespaces")
+    unshare = ("unshare", "-m") if os.geteuid() == 0 else ("unshare", "-r", "-m")
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip(f"a small tmpfs of its own needs what this system refuses: {' '.join(unshare)}")
     mount = tmp_path / "shm"
     mount.mkdir()
 
     def start(size: str, code: str, *args: object) -> Child:
         script = f'mount -t tmpfs -o size={size} none "{mount}" && exec "$@"'
-        return child(code, mount, *args, prefix=("unshare", "-m", "sh", "-c", script, "sh"))
+        return child(code, mount, *args, prefix=(*unshare, "sh", "-c", script, "sh"))
 
     return start
