@@ -40,7 +40,7 @@ from ecoffload.backend import (
 from ecoffload.descriptors import AddressRanges
 from ecoffload.drivers import BatchCall, words_at
 from ecoffload.errors import BackendUnavailable, EcoffloadError, RegistrationRefused, SwapFailed
-from ecoffload_cuda.driver import BATCH_VERSION, Cuda, Device
+from ecoffload_cuda.driver import BATCH_VERSION, NO_CONTEXT, NOT_READY, Cuda, Device
 from ecoffload_cuda.kernel import PLAIN_BLOCKS, Gather, shape_for
 from ecoffload_cuda.tables import TableRing, words
 from ecoffload_cuda.tuning import Tuning, load_tuning
@@ -49,7 +49,6 @@ __all__ = ["CudaBackend", "CudaCompletion"]
 
 _log = logging.getLogger("ecoffload.cuda")
 
-_NOT_READY: Final = 600
 _NO_LIMITS: Final = Limits()
 _LEGACY: Final = (0, 1)  # NULL and CU_STREAM_LEGACY: the batch call refuses them
 _ENGINE_FIRST: Final = 32
@@ -94,7 +93,7 @@ class CudaCompletion(Completion):
         finally:
             if pushed:
                 live.device.leave()
-        if code == _NOT_READY:
+        if code == NOT_READY:
             return False
         live.cuda.driver.check(code, "a swap did not complete", index=None)
         self._done = True
@@ -122,13 +121,12 @@ class CudaCompletion(Completion):
         if self._done:
             return
         live = self._live
-        pushed = live.device.enter()
-        try:
-            code = live.cuda.StreamWaitEvent(_raw(stream), self._event, 0)
-        finally:
-            if pushed:
-                live.device.leave()
-        live.cuda.driver.check(code, "a stream cannot wait for a swap", index=None)
+        code = live.cuda.StreamWaitEvent(_raw(stream), self._event, 0)
+        if code == NO_CONTEXT:  # this thread's first call
+            with live.device.current():
+                code = live.cuda.StreamWaitEvent(_raw(stream), self._event, 0)
+        if code:
+            raise live.cuda.driver.error(code, "a stream cannot wait for a swap", index=None)
 
     def __del__(self) -> None:
         # Only here: two threads may ask done() at once, and an event that went back twice would serve two swaps.
@@ -155,7 +153,7 @@ class _Live:
             }
             self.fork = cuda.out("EventCreate", 2)
             self.join = cuda.out("EventCreate", 2)
-        self.tables = TableRing(device)
+            self.tables = TableRing(device)
         entry = cuda.driver.resolve("cuMemcpyBatchAsync", BATCH_VERSION)
         self.batch = BatchCall(entry) if entry else None
         version = cuda.out("DriverGetVersion", ctype=ctypes.c_int)

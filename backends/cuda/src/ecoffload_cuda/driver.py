@@ -16,10 +16,14 @@ from typing import Any, Final
 from ecoffload.drivers import CUDA, Driver
 from ecoffload.errors import BackendUnavailable, SwapFailed
 
-__all__ = ["BATCH_VERSION", "Cuda", "Device"]
+__all__ = ["BATCH_VERSION", "NOT_READY", "NO_CONTEXT", "Cuda", "Device"]
 
 BATCH_VERSION: Final = 12080
 """``cuMemcpyBatchAsync`` as of this version takes 9 arguments; as of 13000 it takes 8."""
+
+NO_CONTEXT: Final = 201
+"""CUDA_ERROR_INVALID_CONTEXT: the calling thread has none yet."""
+NOT_READY: Final = 600
 
 _HANDLE = ctypes.c_size_t  # pointers, handles and device addresses: 64-bit words, never sign-extended
 _INT = ctypes.c_int

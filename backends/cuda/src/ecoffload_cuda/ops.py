@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecoffload.torch_ops import TorchDeviceOps
+from ecoffload_cuda.driver import NO_CONTEXT, NOT_READY
 
 if TYPE_CHECKING:
     from ecoffload_cuda.backend import CudaBackend
 
 __all__ = ["CudaDeviceOps", "DriverEvent"]
-
-_NO_CONTEXT = 201
-_NOT_READY = 600
 
 
 class DriverEvent:
@@ -25,12 +23,11 @@ class DriverEvent:
 
     def __init__(self, backend: CudaBackend) -> None:
         self._live = live = backend.live()
-        pushed = live.device.enter()
         try:
-            self.cuda_event = live.event()
-        finally:
-            if pushed:
-                live.device.leave()
+            self.cuda_event = live.events.pop()
+        except IndexError:
+            with live.device.current():
+                self.cuda_event = live.event()
 
     def record(self, stream: Any) -> None:
         self._call("EventRecord", self.cuda_event, stream.cuda_stream)
@@ -43,7 +40,7 @@ class DriverEvent:
         live = self._live
         function = getattr(live.cuda, name)
         code = function(*arguments)
-        if code == _NO_CONTEXT:  # a thread's first call
+        if code == NO_CONTEXT:  # a thread's first call
             with live.device.current():
                 code = function(*arguments)
         if code:
@@ -53,7 +50,7 @@ class DriverEvent:
         live = self._live
         with live.device.current(), live.cuda.relaxed():
             code = live.cuda.EventQuery(self.cuda_event)
-        if code == _NOT_READY:
+        if code == NOT_READY:
             return False
         live.cuda.driver.check(code, "asking for an event")
         return True

@@ -50,7 +50,7 @@ class Table:
 
 
 class _Slot:
-    __slots__ = ("alias", "capacity", "device", "event", "host", "lent", "words")
+    __slots__ = ("alias", "capacity", "device", "event", "host", "lent", "ready", "words")
 
     def __init__(self, device: Device, capacity: int) -> None:
         cuda = device.cuda
@@ -61,7 +61,8 @@ class _Slot:
         )
         self.alias = cuda.out("MemHostGetDevicePointer", self.host, 0)
         self.device = cuda.out("MemAlloc", nbytes, what=f"no {nbytes} bytes of device memory for descriptors")
-        self.event = cuda.out("EventCreate", 2)  # CU_EVENT_DISABLE_TIMING
+        self.event = cuda.out("EventCreate", 2)  # behind the launch that reads it; 2: CU_EVENT_DISABLE_TIMING
+        self.ready = cuda.out("EventCreate", 2)  # behind the copy to the device
         self.words = words(self.host, self.room(capacity))
         self.lent = False
 
@@ -76,6 +77,8 @@ class TableRing:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        # Tables travel on a stream of their own: on the caller's, one would wait for the launch in front of it.
+        self._stream = device.cuda.out("StreamCreateWithPriority", 1, 0)  # 1: CU_STREAM_NON_BLOCKING
         self._slots: list[_Slot] = []
         self._next = 0
 
@@ -110,7 +113,7 @@ class TableRing:
     def fill(
         self, slot: _Slot, src: Words, dst: Words, size: Words, low: int, high: int, shift: int, stream: int
     ) -> Table:
-        """Write a table (``low`` and ``high``: its smallest and largest size) and bring it to the device on ``stream``.
+        """Write a table (``low`` and ``high``: its smallest and largest size); ``stream`` waits until it is readable.
 
         Pieces are ``1 << shift`` bytes. The columns may be overwritten once this returns.
         """
@@ -136,7 +139,10 @@ class TableRing:
         else:
             at = slot.device
             cuda = self._device.cuda
-            cuda.driver.check(cuda.MemcpyAsync(at, slot.host, used, stream), "copying a descriptor table to the device")
+            code = cuda.MemcpyAsync(at, slot.host, used, self._stream)
+            code = code or cuda.EventRecord(slot.ready, self._stream)
+            code = code or cuda.StreamWaitEvent(stream, slot.ready, 0)
+            cuda.driver.check(code, "copying a descriptor table to the device", index=None)
         return Table(at, at + 8 * count, at + 16 * count, at + 24 * count if prefix else 0, count, pieces, each)
 
     def used(self, slot: _Slot, stream: int) -> None:
@@ -145,13 +151,15 @@ class TableRing:
         cuda.driver.check(cuda.EventRecord(slot.event, stream), "recording a descriptor table's event")
 
     def unused(self, slot: _Slot) -> None:
-        """Nothing was launched; copies of the table have ended."""
+        """Nothing was launched."""
+        self._device.cuda.StreamSynchronize(self._stream)
         slot.lent = False
 
     def _free(self, slot: _Slot) -> None:
         cuda: Any = self._device.cuda
         slot.words = slot.words[:0]
         cuda.EventDestroy(slot.event)
+        cuda.EventDestroy(slot.ready)
         cuda.MemFree(slot.device)
         cuda.MemFreeHost(slot.host)
 
@@ -160,3 +168,4 @@ class TableRing:
         for slot in self._slots:
             self._free(slot)
         self._slots.clear()
+        self._device.cuda.StreamDestroy(self._stream)
