@@ -134,6 +134,23 @@ def test_one_plain_descriptor_makes_the_whole_batch_plain(backend, recorder, tab
     assert backend.submit(table(rows), D2H, recorder.stream()).done()
 
 
+def test_a_mixed_batch_is_staged_only_after_late_saves_have_landed(backend, recorder, table, host):
+    at = host.ctypes.data
+    backend.register(at, 4096)
+    save = backend.submit(table([(DEVICE, at, 8)]), D2H, recorder.stream())
+    before = save.done()
+    backend.submit(table([(at, DEVICE, 8), (at + 8192, DEVICE + 8, 8)]), H2D, recorder.stream())
+    assert (before, save.done()) == (False, True)
+    lines = recorder.journal
+    assert lines.index("allocate 1048576") > next(i for i, line in enumerate(lines) if line.startswith("wait"))
+
+
+def test_plain_batches_wait_for_nothing(backend, recorder, table, host):
+    for _ in range(2):
+        backend.submit(table([(host.ctypes.data, DEVICE, 8)]), H2D, recorder.stream())
+    assert not any(line.startswith("wait") for line in recorder.journal)
+
+
 def test_staging_and_blocking_are_each_said_once(backend, recorder, table, host, caplog):
     with caplog.at_level(logging.WARNING, logger="ecoffload.xpu"):
         for _ in range(3):

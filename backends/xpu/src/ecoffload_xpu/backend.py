@@ -8,6 +8,7 @@ of one context look alike to every device in it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from ecoffload.backend import (
+    D2H,
     H2D,
     Availability,
     BackendSpec,
@@ -60,6 +62,7 @@ class XpuBackend(SwapBackend):
         self._lock = threading.Lock()
         self._counts = {"asynchronous": 0, "staged": 0, "synchronous": 0}
         self._said: set[str] = set()
+        self._saves: dict[int, Event] = {}  # a queue: its last asynchronous save; in order, so that ends them all
 
     # --- which way -----------------------------------------------------------------------------------------------
 
@@ -133,6 +136,9 @@ class XpuBackend(SwapBackend):
         if self._ranges.cover(host, batch.size, batch.count) or way.all_usm_host(queue, host, batch.size, batch.count):
             event = way.copy(queue, batch.dst, batch.src, batch.size, batch.count, batch.first)
             self._count("asynchronous")
+            if direction == D2H:
+                with self._lock:
+                    self._saves[queue] = event
             return _SyclCompletion(event)
         if direction == H2D:
             return self._submit_staged(batch, queue, way)
@@ -154,6 +160,11 @@ class XpuBackend(SwapBackend):
         )
         with self._lock:
             staging = self._staging = self._staging or Staging(way)
+            saves, self._saves = self._saves, {}
+        # Sources are read now, by the host: one that is registered after all may still be the target of a late save.
+        for save in saves.values():
+            with contextlib.suppress(SwapFailed):  # its own completion reports it
+                save.wait()
         src, dst, size = (words(at, batch.count) for at in (batch.src, batch.dst, batch.size))
         event: Event | None = None
         for chunk in chunks(src, dst, size):
@@ -249,6 +260,8 @@ class XpuBackend(SwapBackend):
 
     def close(self) -> None:
         """Wait for staged copies and give the staging memory back. Registrations are their owners' to undo."""
+        with self._lock:
+            self._saves = {}
         if self._staging is not None:
             self._staging.close()
 

@@ -189,6 +189,23 @@ def test_b8_descriptors_may_be_overwritten_right_after_the_call(rig, noise, tabl
     assert torch.equal(rig.device, noise)
 
 
+def test_a_mixed_load_sees_the_save_that_is_still_on_its_way(rig, noise, table):
+    """Ordered by an event on the device only; the half of the load that is plain forces the host to read all of it."""
+    rig.device.copy_(noise)
+    rig.usm.zero_()
+    rig.plain.fill_(3)
+    half, other, event = rig.nbytes // 2, rig.ops.stream(), rig.ops.event()
+    loaded = rig.ops.empty(rig.nbytes)
+    rig.ops.delay(rig.stream, DELAY_MS)
+    rig.backend.submit(table(rig.rows(rig.device, rig.usm)), D2H, rig.stream)
+    rig.ops.record(event, rig.stream)
+    rig.ops.wait(other, event)
+    rows = rig.rows(rig.usm, loaded, [(0, 0, half)]) + rig.rows(rig.plain, loaded, [(0, half, half)])
+    rig.backend.submit(table(rows), H2D, other).wait()
+    assert torch.equal(loaded[:half], noise[:half])
+    assert bool((loaded[half:] == 3).all())
+
+
 def test_plain_memory_is_complete_when_the_call_returns(rig, noise, table):
     rig.device.copy_(noise)
     rig.ops.delay(rig.stream, DELAY_MS)
