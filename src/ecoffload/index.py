@@ -90,6 +90,7 @@ class EntryIndex:
         self._journal = journal
         self._entries: dict[bytes, Entry] = {}
         self._owners: set[Entry] = set()  # every entry that holds extents, listed or not
+        self._in_doubt: list[Entry] = []  # those of them that are kept aside
         self._evictable = 0  # bytes of ready entries without readers
         self._generation = 0
         self.evictions = 0
@@ -121,7 +122,7 @@ class EntryIndex:
     @property
     def quarantined_bytes(self) -> int:
         """Bytes kept aside because a writer that nobody hears of may still be at them."""
-        return sum(entry.held_bytes for entry in self._owners if entry.quarantined)
+        return sum(entry.held_bytes for entry in self._in_doubt)
 
     def lookup(self, key: bytes) -> Entry | None:
         """The entry of that key in whatever state, or None. Does not count as a use."""
@@ -159,7 +160,11 @@ class EntryIndex:
         entry.cost = cost
         entry.durable = durable
         if self._journal is not None:
-            entry.handle = self._journal.intent(key, entry.generation, extents, nbytes, dtype, shape)
+            try:
+                entry.handle = self._journal.intent(key, entry.generation, extents, nbytes, dtype, shape)
+            except BaseException:
+                allocator.free(extents)
+                raise
             if entry.handle is None:
                 allocator.free(extents)
                 self.refused_no_room += 1
@@ -202,6 +207,7 @@ class EntryIndex:
         entry = Entry(b"", 0, extents, 0, "uint8", (0,))
         entry.handle, entry.listed, entry.quarantined, entry.write = handle, False, True, "writing"
         self._owners.add(entry)
+        self._in_doubt.append(entry)
 
     def writing(self, entry: Entry) -> None:
         """Its save was handed to a worker."""
@@ -258,10 +264,11 @@ class EntryIndex:
         """Its writer is gone without a word and its device may still be writing: keep the extents aside."""
         self._forget(entry)
         entry.quarantined = True
+        self._in_doubt.append(entry)
 
     def release_quarantine(self) -> int:
         """No other process maps the region any more: what was kept aside is free. Returns how many entries."""
-        kept = [entry for entry in self._owners if entry.quarantined]
+        kept, self._in_doubt = self._in_doubt, []
         for entry in kept:
             entry.quarantined = False
             entry.write = "ended"
@@ -288,6 +295,9 @@ class EntryIndex:
             self._policy.remove(entry.key)
             if not entry.pins:
                 self._evictable -= entry.held_bytes
+            if self._journal is not None and entry.handle is not None:
+                self._journal.drop(entry.handle)  # at once, readers or not: a restart must not find it either
+                entry.handle = None
         self._unlist(entry)
 
     def _unlist(self, entry: Entry) -> None:
