@@ -258,6 +258,10 @@ class HostRegion:
         """Highest save and load number that every live rank of 0..world-1 has finished; see `SlotBoard.progress`."""
         return (self._board or self._open_board()).progress(world)
 
+    def saved_by(self, rank: int) -> int:
+        """Highest save number that this rank itself has finished; see `SlotBoard.saved_by`."""
+        return (self._board or self._open_board()).saved_by(rank)
+
     @property
     def lost_waiting(self) -> bool:
         """Whether `progress` has noticed workers that `take_lost` has yet to hand out."""

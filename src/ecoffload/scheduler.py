@@ -154,9 +154,10 @@ class OffloadScheduler:
         self._open()
         if self.index.lookup(key) is not None:
             return None
-        entry = self.index.reserve(
-            key, nbytes, dtype, shape, cost=float(nbytes) if cost is None else cost, durable=durable
-        )
+        cost = float(nbytes) if cost is None else cost
+        entry = self.index.reserve(key, nbytes, dtype, shape, cost=cost, durable=durable)
+        if entry is None and self._release_quarantine():
+            entry = self.index.reserve(key, nbytes, dtype, shape, cost=cost, durable=durable)
         if entry is None:
             return None
         self._save_number = number = self._save_number + 1
@@ -244,6 +245,9 @@ class OffloadScheduler:
         if region.lost_waiting:
             self._bury_the_lost()
             saved, loaded = region.progress(self.world)
+        if saving and self.world > 1:
+            # Rank 0 saves: without it the others' numbers say nothing of what was written.
+            saved = min(saved, region.saved_by(0))
         # What was planned but never handed over cannot have ended, whatever a slot says.
         saved, loaded = min(saved, self._taken[0]), min(loaded, self._taken[1])
         if not (saving and saving[0][0] <= saved) and not (loading and loading[0][0] <= loaded):
@@ -252,8 +256,6 @@ class OffloadScheduler:
         index = self.index
         while saving and saving[0][0] <= saved:
             number, entry = saving.popleft()
-            if entry.quarantined:
-                continue
             if number in failed_saves:
                 self._saves_failed += 1
                 index.drop(entry)
@@ -299,9 +301,10 @@ class OffloadScheduler:
             elif failure.kind == "load":
                 loads.add(failure.number)
             elif failure.kind == "saves-through":
-                saves.update(number for number, _ in self._saving if number <= failure.number)
+                # More failed than a slot remembers. The forgotten ones may lie beyond its finished number as well.
+                saves.update(number for number, _ in self._saving if number <= self._taken[0])
             else:
-                loads.update(number for number, _ in self._loading if number <= failure.number)
+                loads.update(number for number, _ in self._loading if number <= self._taken[1])
         # Failures may be told before the number that covers them is: keep those for their turn.
         saves |= self._early_saves
         loads |= self._early_loads
@@ -313,16 +316,21 @@ class OffloadScheduler:
         """A worker died: its device may still be writing what it had been given to save."""
         for lost in self.region.take_lost():
             self._workers_lost += 1
-            in_doubt = [e for n, e in self._saving if lost.saved < n <= self._taken[0] and e.write == "writing"]
-            for entry in in_doubt:
-                self.index.quarantine(entry)
+            in_doubt = [(number, entry) for number, entry in self._saving if lost.saved < number <= self._taken[0]]
+            for each in in_doubt:
+                self._saving.remove(each)  # nobody will report it
+                self.index.quarantine(each[1])
             _log.warning(
                 "the worker of rank %d is gone; %d entries that it may still be writing are kept aside",
                 lost.rank,
                 len(in_doubt),
             )
-        if self.region.alone():
-            self.index.release_quarantine()
+        self._release_quarantine()
+
+    def _release_quarantine(self) -> bool:
+        """Use what was kept aside once nobody else maps the region; True if there was any."""
+        index = self.index
+        return bool(index.quarantined_bytes and self.region.alone() and index.release_quarantine())
 
     def invalidate(self, key: bytes | None = None) -> int:
         """Forget one key, or everything (after a weight update); returns how many entries that were."""

@@ -94,6 +94,7 @@ class WorkerSlot:
         _order()
         words = self._words
         words[self._at + _INSTANCE] = 0  # nobody counts the slot while its numbers change
+        words[self._at + _FAILED] = 0  # what failed before is none of this instance's
         words[self._saved_at], words[self._loaded_at] = saved, loaded
         _order()
         words[self._at + _INSTANCE] = instance
@@ -298,6 +299,15 @@ class SlotBoard:
         if loaded > self._loaded:
             self._loaded = loaded
         return self._saved, self._loaded
+
+    def saved_by(self, rank: int) -> int:
+        """Highest save number that `rank` itself has finished, its last one if it is gone. Call it after `progress`."""
+        seen = self._ranks.get(rank)
+        if seen is None:
+            return 0
+        number = self._table.words[seen.at + _SAVED]
+        # Read first, asked then: the slot may be somebody else's since the last look.
+        return number if seen.state == "live" and self._table.words[self._epoch_at] == self._epoch else seen.saved
 
     @property
     def lost_waiting(self) -> bool:

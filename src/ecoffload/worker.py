@@ -27,12 +27,12 @@ from ecoffload.errors import (
     ConfigError,
     DescriptorError,
     DeviceLost,
-    EcoffloadError,
     RegistrationRefused,
     SwapFailed,
 )
 from ecoffload.plan import PLAN_VERSION, LoadOp, Plan, SaveOp
 from ecoffload.region import HostRegion
+from ecoffload.slots import RING
 from ecoffload.submission import submit_batch
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class OffloadWorker:
         self._plan: Plan | None = None
         self._expected: dict[bytes, SaveOp] = {}  # saves of the current plan whose tensor has not come yet
         self._open: list[tuple[SaveOp, torch.Tensor]] = []  # given, not yet submitted
-        self._last_save = 0
+        self._last_save = self._last_load = 0  # of the plans that were seen
         self._saves: deque[_Flight] = deque()
         self._loads: deque[_Flight] = deque()
         self._writing: dict[bytes, _Flight] = {}  # saves in flight by key: a load of one is ordered behind it
@@ -167,7 +167,7 @@ class OffloadWorker:
             registration = self._registrations.pop()
             try:
                 self.backend.unregister(registration)
-            except EcoffloadError as exc:
+            except Exception as exc:  # the others still have to go
                 _log.warning("a chunk of the region could not be unregistered: %s", exc)
         self.registered = False
 
@@ -193,12 +193,23 @@ class OffloadWorker:
                 region.instance,
             )
             return False
+        if plan.instance == self._instance and (plan.saved < self._last_save or plan.loaded < self._last_load):
+            # Its extents may belong to others by now.
+            self.plans_ignored += 1
+            _log.warning(
+                "a plan from before save %d and load %d was ignored: it came late or twice",
+                self._last_save,
+                self._last_load,
+            )
+            return False
         if self._expected or self._open:
             self.flush()  # the step before was never flushed: what it did not give will not come
         if plan.instance != self._instance:
-            self._slot.adopt(plan.instance, plan.saved, plan.loaded)
+            self._slot.adopt(plan.instance)
             self._instance = plan.instance
-            self._last_save = plan.saved
+            self._last_save = self._last_load = 0
+        if plan.saved > self._last_save or plan.loaded > self._last_load:
+            self._pass_over(plan)
         self._plan = plan
         if plan.saves:
             self._last_save = plan.saves[-1].number
@@ -207,6 +218,19 @@ class OffloadWorker:
             else:
                 self._slot.finish_save(self._last_save)
         return True
+
+    def _pass_over(self, plan: Plan) -> None:
+        """Plans before this one never came here (this worker is new, or a message was lost): nobody makes their saves
+        any more, so none of them may count as finished well."""
+        slot = self._slot
+        if self._saver:
+            # One more than a slot remembers is enough to put all in doubt.
+            for number in range(max(self._last_save + 1, plan.saved - RING), plan.saved + 1):
+                slot.fail_save(number)
+        self._last_save, self._last_load = plan.saved, plan.loaded
+        self._saves.append(_Flight("save", plan.saved, [], Completed(), None))
+        self._loads.append(_Flight("load", plan.loaded, [], Completed(), None))
+        self._settle()
 
     def _descriptors(self, batch: Batch, op: SaveOp | LoadOp, address: int, *, to_host: bool) -> None:
         """Append an entry's extents; ``address`` is its tensor's. Raises :class:`DescriptorError` for a bad plan."""
@@ -275,8 +299,8 @@ class OffloadWorker:
         sent: list[SaveOp] = []
         tensors: list[torch.Tensor] = []
         completion: Completion = Completed()
+        batch = self._pool.lease(2 * len(given))
         try:
-            batch = self._pool.lease(2 * len(given))
             for op, tensor in given:
                 problem = self._unlike(op, tensor) or self._add_save(batch, op, tensor, tensors)
                 if problem is None:
@@ -287,6 +311,7 @@ class OffloadWorker:
             completion = self._submit(batch, D2H)
         except BaseException as exc:
             # Whatever it was: every number must be settled, or the scheduler waits for these saves for ever.
+            batch.release()
             for op, _ in given:
                 slot.fail_save(op.number)
             sent, tensors = [], []
@@ -345,10 +370,33 @@ class OffloadWorker:
         """
         if not self._begin(plan) or not plan.loads:
             return {}
+        last = plan.loads[-1].number
+        if last <= self._last_load:
+            self.plans_ignored += 1  # carried out before: its pins may be gone
+            return {}
+        self._last_load = last
+        try:
+            result, flight = self._start_loads(plan)
+        except BaseException as exc:
+            # Whatever it was: every number must be settled, or the scheduler keeps these entries pinned for ever.
+            if isinstance(exc, SwapFailed):
+                for op in plan.loads:
+                    self._slot.fail_load(op.number)
+            self._loads.append(_Flight("load", last, [], Completed(), None))
+            self._settle()
+            raise
+        self._loads.append(flight)
+        if self._host_ordered:
+            self._settle()
+            if self._failure is not None:
+                self._raise_failure()
+        return result
+
+    def _start_loads(self, plan: Plan) -> tuple[dict[bytes, torch.Tensor], _Flight]:
         ops, slot = self._ops, self._slot
         good: list[LoadOp] = []
         specs: list[tuple[tuple[int, ...], torch.dtype, int]] = []
-        for op in plan.loads:
+        for op in {op.key: op for op in plan.loads}.values():  # a key that is asked for twice is loaded once
             spec = self._spec(op)
             if spec is None:
                 slot.fail_load(op.number)
@@ -376,30 +424,22 @@ class OffloadWorker:
                 if writer is not None and writer not in after:
                     after.append(writer)
                     writer.completion.block(self._load_stream)
+        current = ops.current_stream()
+        completion: Completion
         try:
             completion = self._submit(batch, H2D)
-        except DeviceLost:
-            for op in sent:
-                slot.fail_load(op.number)
-            self._loads.append(_Flight("load", plan.loads[-1].number, [], Completed(), None))
-            self._settle()
-            raise
+            completion.block(current)
         except SwapFailed as exc:
+            if isinstance(exc, DeviceLost):
+                raise
             completion = Completed()
             sent = self._repeat(sent, result, exc)
-        current = ops.current_stream()
-        completion.block(current)
         if self._record:
             for op in sent:
                 ops.record_stream(result[op.key], current)
         flight = _Flight("load", plan.loads[-1].number, sent, completion, None)
         flight.after = after
-        self._loads.append(flight)
-        if self._host_ordered:
-            self._settle()
-            if self._failure is not None:
-                self._raise_failure()
-        return result
+        return result, flight
 
     def _spec(self, op: LoadOp) -> tuple[tuple[int, ...], torch.dtype, int] | None:
         try:
@@ -464,6 +504,9 @@ class OffloadWorker:
         loads = self._loads
         while loads and self._ended(loads[0]):
             flight = loads.popleft()
+            for writer in flight.after:  # it ended before this load did, perhaps since the loop above looked
+                if writer.failed is None:
+                    self._ended(writer)
             failed = flight.failed or next((f.failed for f in flight.after if f.failed is not None), None)
             if failed is not None:
                 for op in flight.ops:
@@ -541,12 +584,11 @@ class OffloadWorker:
         earlier one failed. The backend stays open: it serves the whole process."""
         if self._closed:
             return
-        try:
-            self.flush()
-            self.synchronize()
-        except EcoffloadError as exc:
-            _log.warning("closing: %s", exc)
-        finally:
-            self._closed = True
-            self._unregister()
-            self._slot.release()
+        for step in (self.flush, self.synchronize):
+            try:
+                step()
+            except Exception as exc:  # the next step has to run all the same
+                _log.warning("closing: %s", exc)
+        self._closed = True
+        self._unregister()
+        self._slot.release()
