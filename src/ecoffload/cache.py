@@ -348,11 +348,14 @@ class EncoderCache:
             if os.getpid() != self._pid:
                 return  # the child's copy: everything belongs to the parent
             try:
+                self._worker.synchronize()
+                self._scheduler.poll()  # while the worker's slot still says what has landed
                 self._worker.close()
-                self._scheduler.poll()
             finally:
-                self._scheduler.close()
-                self.region.close()
+                try:
+                    self._scheduler.close()
+                finally:
+                    self.region.close()
 
     def __enter__(self) -> Self:
         return self

@@ -79,7 +79,7 @@ def _settle(backend: SwapBackend, parts: list[Completion], stream: Any, failure:
     for part in parts:
         try:
             part.wait()
-        except SwapFailed:
+        except Exception:  # it has ended, which is all that is asked here
             continue
     if not backend.spec.capabilities.snapshots_descriptors and getattr(failure, "enqueued", True):
         try:
@@ -150,4 +150,6 @@ def _ended(parts: list[Completion]) -> bool:
                 return False
         except SwapFailed:
             continue
+        except Exception:  # it cannot be asked, so it may still be reading
+            return False
     return True
