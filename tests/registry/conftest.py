@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,19 @@ class Backend(SwapBackend):
     def submit(self, batch, direction, stream):
         return None
 """
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the core and what a test installs is there, whatever backends this environment has."""
+    everything = importlib.metadata.distributions
+
+    def distributions() -> Iterator[importlib.metadata.Distribution]:
+        for dist in everything():
+            if dist.name == "ecoffload" or str(dist.locate_file("")).startswith(str(tmp_path)):
+                yield dist
+
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
 
 
 @pytest.fixture(autouse=True)
