@@ -186,6 +186,31 @@ def test_progress_never_goes_back(region: HostRegion) -> None:
     assert region.progress(2) == (9, 0)
 
 
+def test_what_one_rank_has_saved_is_told_apart_from_the_others_and_outlives_it(region: HostRegion) -> None:
+    assert region.saved_by(0) == 0
+    saver, other = region.claim_slot(0), region.claim_slot(1)
+    saver.finish_save(3)
+    other.finish_save(9)
+    region.progress(2)
+    assert (region.saved_by(0), region.saved_by(1), region.saved_by(2)) == (3, 9, 0)
+    die(saver)
+    region.progress(2)
+    assert region.saved_by(0) == 3
+    region.take_lost()
+    assert region.progress(2) == (9, 0)
+    assert region.saved_by(0) == 3  # however far the others are
+
+
+def test_failures_of_an_earlier_instance_are_not_told_again(region: HostRegion) -> None:
+    slot = region.claim_slot(0)
+    slot.fail_save(1)
+    slot.adopt(region.begin_instance())
+    region.progress(1)
+    assert region.take_failures() == []
+    slot.fail_load(1)
+    assert region.take_failures() == [Failure(0, "load", 1)]
+
+
 def test_numbers_of_another_instance_do_not_count_until_it_is_adopted(region: HostRegion) -> None:
     slot = region.claim_slot(0)
     slot.finish_save(9)
