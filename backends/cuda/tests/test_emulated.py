@@ -174,7 +174,7 @@ def test_a_long_batch_is_cut_and_an_error_in_a_later_part_names_the_global_index
     triples = [(i, i, 1) for i in range(40000)]
     rig.submit(H2D, triples).wait()
     rig.expect(H2D, [(0, 0, 40000)])
-    assert rig.emulated.get("largest_batch") == 1024
+    assert rig.emulated.get("largest_batch") == 256
     rig.emulated.set("batch_limit", 0)
     rig.emulated.set("fail_submit", 1)
     rig.emulated.set("fail_submit_index", 3)
@@ -386,11 +386,11 @@ def test_an_error_in_a_mixed_batch_names_the_index_in_the_callers_batch() -> Non
 
 
 def test_middling_descriptors_are_shared() -> None:
-    rig = Rig(kernel=True, nbytes=40 * 32768)
-    triples = blocks(40, 32768)
+    rig = Rig(kernel=True, nbytes=40 * 49152)
+    triples = blocks(40, 49152)
     rig.submit(H2D, triples).wait()
     rig.expect(H2D, triples)
-    assert rig.backend.stats()["descriptors"] == {"engine": 30, "kernel": 10}
+    assert rig.backend.stats()["descriptors"] == {"engine": 20, "kernel": 20}
 
 
 def test_host_memory_that_no_one_pinned_is_kept_from_the_kernel() -> None:

@@ -52,10 +52,10 @@ _log = logging.getLogger("ecoffload.cuda")
 _NO_LIMITS: Final = Limits()
 _LEGACY: Final = (0, 1)  # NULL and CU_STREAM_LEGACY: the batch call refuses them
 _ENGINE_FIRST: Final = 32
-_ENGINE_MOST: Final = 1024
+_ENGINE_MOST: Final = 256
 """Descriptors of the first batch call and of the longest; each is twice the one before. The engine begins when a call
-returns, and a call takes the host 8 us and 0.45 us a descriptor: one call for thousands would leave the link idle for
-milliseconds. (Nor are very long calls safe: about 52,000 descriptors crashed one card and driver, as reported.)"""
+returns, and a call takes the host 8 us and about 0.45 us a descriptor: one call for thousands would leave the link idle
+for milliseconds. (Nor are very long calls safe: about 52,000 descriptors crashed one card and driver, as reported.)"""
 _LAUNCH_MOST: Final = 16384
 """Descriptors of one launch: the first of a long batch is under way while the next table is written, and tables stay
 small. (A kernel needs some 5 us to fill and drain its slots, and a millisecond for so many descriptors of 4 KiB.)"""
