@@ -32,7 +32,13 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         PATH=${without_cargo%:} VLLM_VERSION_OVERRIDE=$version VLLM_TARGET_DEVICE=empty \
             "$env/bin/python" -m pip -qq install --no-build-isolation --no-deps --no-binary vllm "vllm==$version"
     fi
-    pip install -r tests/vllm-requirements.txt torch==2.13.0
+    case $version in
+        0.30.*) transformers="transformers>=5.10.4,<5.15" ;; # it names no upper end; 5.14 works, 5.17 lacks a name it imports
+        0.31.*) transformers="transformers>=5.10.4,<5.18" ;;
+        0.32.*) transformers="transformers>=5.16.1,<5.20" ;;
+        *) transformers="transformers>=5.16.1,<5.21" ;;
+    esac
+    pip install -r tests/vllm-requirements.txt torch==2.13.0 "$transformers"
     # xgrammar asks for triton (1 GB), which nothing here compiles with.
     pip uninstall -y triton || true
     pip install --no-deps torchvision==0.28.0

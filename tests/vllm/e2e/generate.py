@@ -12,7 +12,6 @@ Options: `tensor_parallel`; `in_process` (engine core and model in this process;
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -111,8 +110,9 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[2])
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = main(sys.argv[1], chosen)
-    print(json.dumps(answer), flush=True)
-    if chosen.get("linger"):
-        time.sleep(600)
+    # vLLM's child processes write to their inherited stdout, also after the answer: they get stderr in its place.
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)
+        print(json.dumps(main(sys.argv[1], chosen)), file=stdout, flush=True)
+        if chosen.get("linger"):
+            time.sleep(600)

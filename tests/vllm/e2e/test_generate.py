@@ -26,6 +26,8 @@ def generate(model: Path, **options: Any) -> dict[str, Any]:
         env={
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Ranks are bound to cores by hand: by itself vLLM wants a NUMA node for each rank.
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel", 1) > 1 else "auto",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(HERE.parent),
