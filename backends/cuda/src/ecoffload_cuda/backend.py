@@ -270,9 +270,9 @@ class CudaBackend(SwapBackend):
                     known = next((g for g in live.gathers.values() if g.shape == shape), None)
                     gather = live.gathers[direction] = known or Gather(live.device, shape)
             except ImportError as exc:
-                self._kernel_off = f"{exc}; pip install 'ecoffload-cuda[nvrtc]' brings cuda-core and NVRTC"
-            except Exception as exc:
-                self._kernel_off = f"{type(exc).__name__}: {exc}"
+                self._kernel_off = f"{exc}; pip install cuda-core cuda-bindings"
+            except Exception as exc:  # NVRTC missing, a compilation or a load that failed: copies go on without it
+                self._kernel_off = f"{type(exc).__name__}: {exc} (if NVRTC is missing: pip install nvidia-cuda-nvrtc)"
             if self._kernel_off:
                 _log.warning("the gather kernel is not used, all goes to the copy engine: %s", self._kernel_off)
         return gather
