@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -39,6 +40,13 @@ def limited(limit: int, *, scope: str = "descriptor", snapshots: bool = True) ->
 def pairs(device: DeviceUnderTest, tensor: Any, host: Any, count: int, size: int) -> list[tuple[int, int, int]]:
     base = device.address(tensor)
     return [(base + i * size, host.alias + i * size, size) for i in range(count)]
+
+
+def shut(device: DeviceUnderTest) -> threading.Event:
+    """Hold the device's side stream back until the event is set."""
+    gate = threading.Event()
+    device.side.put(gate.wait)
+    return gate
 
 
 # --- B2: "failed at index N, error 1" tells nothing
@@ -162,12 +170,13 @@ def test_b8_the_descriptors_of_a_completion_that_nobody_kept_outlive_its_copy() 
     data = random_bytes(4 * SIZE, 3)
     with device.host(4 * SIZE, 0) as host:
         tensor = device.tensor(4 * SIZE, data)
-        device.hold(device.side)
+        gate = shut(device)
         device.submit("d2h", pairs(device, tensor, host, 4, SIZE))
         gc.collect()
         others = [device.pool.lease(4) for _ in range(16)]  # would be given the arrays, were they free
         for other in others:
             other.extend(np.zeros(4, np.uint64), np.zeros(4, np.uint64), np.full(4, 2**40, np.uint64))
+        gate.set()
         device.ops.synchronize()
         assert np.array_equal(host.array, data)
         for other in others:
@@ -209,9 +218,10 @@ def test_b11_a_lost_device_fails_what_is_in_flight_and_all_that_follows(name: st
     device = under_test(name)
     with device.host(SIZE, 0) as host:
         tensor = device.tensor(SIZE, 1)
-        device.hold(device.side)
+        gate = shut(device)
         pending = device.save(tensor, host)
         sim_of(device.backend).device.lost = True
+        gate.set()
         with pytest.raises(DeviceLost):
             pending.wait(30)
         with pytest.raises(DeviceLost):

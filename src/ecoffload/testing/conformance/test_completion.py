@@ -44,14 +44,16 @@ def test_a_load_is_not_done_before_the_bytes_are_there(device: DeviceUnderTest) 
 
 @asked("completion.pending", when=streams_and_asynchronous)
 def test_a_submit_returns_before_a_held_back_stream_has_run(device: DeviceUnderTest) -> None:
-    with device.host(4096, 0) as host:
-        tensor = device.tensor(4096, 1)
+    def returned_early() -> bool:
         device.hold(device.side)
         completion = device.save(tensor, host)
-        assert not completion.done()
-        assert not completion.wait(0)
-        assert not completion.wait(0.001)
+        early = not completion.done() and not completion.wait(0) and not completion.wait(0.001)
         device.finish(completion)
+        return early
+
+    tensor = device.tensor(4096, 1)
+    with device.host(4096, 0) as host:
+        assert any(returned_early() for _ in device.attempts())
 
 
 @asked("completion.stays-done")
@@ -90,11 +92,11 @@ def test_blocking_a_stream_on_a_finished_swap_costs_it_nothing(device: DeviceUnd
 
 @asked("completion.lease-held", when=asynchronous)
 def test_the_descriptors_are_kept_until_the_swap_has_ended(device: DeviceUnderTest) -> None:
+    tensor = device.tensor(4096, 1)
     with device.host(4096, 0) as host:
-        tensor = device.tensor(4096, 1)
         device.hold(device.side)
         completion = device.save(tensor, host)
-        kept = device.pool.leased
+        kept = device.pool.leased  # the same whether it has ended or not: nobody has asked it
         device.finish(completion)
         assert kept == (0 if device.capabilities.snapshots_descriptors else 1)
         assert device.pool.leased == 0
@@ -122,17 +124,22 @@ def test_descriptors_may_be_overwritten_right_after_the_submit(device: DeviceUnd
     base = device.address(tensor)
     with device.host(2 * count * size, 0) as host:
         words = np.empty((3, count), np.uint64)
-        for i in range(count):
-            words[:, i] = (base + i * size, host.alias + i * size, size)
         at = words.ctypes.data
         view = SimpleNamespace(count=count, src=at, dst=at + 8 * count, size=at + 16 * count, first=0)
         stream = device.ops.stream()
-        device.hold(stream)
-        completion = device.backend.submit(view, "d2h", stream)
-        # Valid descriptors of another copy, so that a late reader moves wrong bytes instead of crashing the process.
-        for i in range(count):
-            words[:, i] = (base + (count + i) * size, host.alias + (count + i) * size, size)
-        if completion is not None:
-            device.finish(completion)
-        assert np.array_equal(host.array[: count * size], data)
-        assert not host.array[count * size :].any()
+        for _ in device.attempts():
+            host.array[:] = 0
+            for i in range(count):
+                words[:, i] = (base + i * size, host.alias + i * size, size)
+            device.hold(stream)
+            completion = device.backend.submit(view, "d2h", stream)
+            # Valid descriptors of another copy, so that a late reader moves wrong bytes and does not crash the process.
+            for i in range(count):
+                words[:, i] = (base + (count + i) * size, host.alias + (count + i) * size, size)
+            in_time = completion is not None and not completion.done()
+            if completion is not None:
+                device.finish(completion)
+            assert np.array_equal(host.array[: count * size], data)
+            assert not host.array[count * size :].any()
+            if in_time:
+                break

@@ -47,7 +47,7 @@ def test_a_save_waits_for_the_stream_that_produces_its_source(device: DeviceUnde
 
 @asked("ordering.save-after-producer-control", when=streams_and_asynchronous)
 def test_without_the_wait_a_save_overtakes_the_producer(device: DeviceUnderTest) -> None:
-    assert _save_after_producer(device, wait=False) == OLD
+    assert any(_save_after_producer(device, wait=False) == OLD for _ in device.attempts())
 
 
 def _consumer_after_load(device: DeviceUnderTest, *, wait: bool) -> int:
@@ -73,7 +73,7 @@ def test_a_consumer_blocked_on_a_load_sees_its_bytes(device: DeviceUnderTest) ->
 
 @asked("ordering.consumer-after-load-control", when=streams_and_asynchronous)
 def test_without_the_block_a_consumer_overtakes_the_load(device: DeviceUnderTest) -> None:
-    assert _consumer_after_load(device, wait=False) == OLD
+    assert any(_consumer_after_load(device, wait=False) == OLD for _ in device.attempts())
 
 
 def _load_over_reader(device: DeviceUnderTest, *, wait: bool) -> int:
@@ -100,33 +100,39 @@ def test_a_load_waits_for_the_stream_that_still_reads_its_destination(device: De
 
 @asked("ordering.load-after-reader-control", when=streams_and_asynchronous)
 def test_without_the_wait_a_load_overwrites_what_is_being_read(device: DeviceUnderTest) -> None:
-    assert _load_over_reader(device, wait=False) == NEW
+    assert any(_load_over_reader(device, wait=False) == NEW for _ in device.attempts())
 
 
 @asked("ordering.block-leaves-the-host-free", when=streams_and_asynchronous)
 def test_blocking_a_stream_does_not_block_the_host(device: DeviceUnderTest) -> None:
-    with device.host(NBYTES, NEW) as source:
-        tensor = device.tensor(NBYTES, OLD)
-        side, compute = device.ops.stream(), device.ops.stream()
+    def still_running() -> bool:
         device.hold(side)
         loaded = device.load(source, tensor, stream=side)
         loaded.block(compute)
-        still_running = not loaded.done()
+        running = not loaded.done()
         device.finish(loaded)
-        assert still_running
+        return running
+
+    tensor = device.tensor(NBYTES, OLD)
+    side, compute = device.ops.stream(), device.ops.stream()
+    with device.host(NBYTES, NEW) as source:
+        assert any(still_running() for _ in device.attempts())
 
 
 @asked("ordering.streams-are-apart", when=streams_and_asynchronous)
 def test_a_held_back_stream_does_not_hold_back_another(device: DeviceUnderTest) -> None:
-    with device.host(NBYTES, NEW) as source, device.host(NBYTES, 0) as target:
-        one, two = device.tensor(NBYTES, OLD), device.tensor(NBYTES, NEWER)
-        slow, quick = device.ops.stream(), device.ops.stream()
+    def overtaken() -> bool:
         device.hold(slow)
         waiting = device.load(source, one, stream=slow)
         device.finish(device.save(two, target, stream=quick))
         overtook = not waiting.done()
         device.finish(waiting)
-        assert overtook
+        return overtook
+
+    one, two = device.tensor(NBYTES, OLD), device.tensor(NBYTES, NEWER)
+    slow, quick = device.ops.stream(), device.ops.stream()
+    with device.host(NBYTES, NEW) as source, device.host(NBYTES, 0) as target:
+        assert any(overtaken() for _ in device.attempts())
 
 
 @asked("ordering.single-queue", when=single_queue)
@@ -163,25 +169,34 @@ def test_an_event_happens_after_what_was_enqueued_before_it(device: DeviceUnderT
 @asked("ordering.delay", when=asynchronous)
 def test_the_delay_that_these_tests_lean_on_holds_a_stream_back(device: DeviceUnderTest) -> None:
     ops, stream = device.ops, device.ops.stream()
-    device.hold(stream)
-    event = ops.event()
-    ops.record(event, stream)
-    assert not ops.query(event)
-    ops.synchronize(event)
-    assert ops.query(event)
+
+    def held() -> bool:
+        device.hold(stream)
+        event = ops.event()
+        ops.record(event, stream)
+        waits = not ops.query(event)
+        ops.synchronize(event)
+        assert ops.query(event)
+        return waits
+
+    assert any(held() for _ in device.attempts())
 
 
 @asked("ordering.record-stream", when=wants_record_stream)
 def test_a_tensor_recorded_on_a_stream_outlives_its_last_name(device: DeviceUnderTest) -> None:
     ops = device.ops
+    stream = ops.stream()
     with device.host(NBYTES, 0) as target:
-        tensor = device.tensor(NBYTES, NEW)
-        stream = ops.stream()
-        device.hold(stream)
-        saved = device.save(tensor, target, stream=stream)
-        ops.record_stream(tensor, stream)
-        del tensor
-        others = [device.tensor(NBYTES, OLD) for _ in range(8)]  # would get its memory, were it not recorded
-        device.finish(saved)
-        assert (target.array == NEW).all()
-        assert len(others) == 8
+        for _ in device.attempts():
+            tensor = device.tensor(NBYTES, NEW)
+            device.hold(stream)
+            saved = device.save(tensor, target, stream=stream)
+            ops.record_stream(tensor, stream)
+            del tensor
+            others = [device.tensor(NBYTES, OLD) for _ in range(8)]  # would get its memory, were it not recorded
+            in_time = not saved.done()
+            device.finish(saved)
+            del others
+            assert (target.array == NEW).all()
+            if in_time:
+                break
