@@ -407,7 +407,7 @@ def _choose(kind: str | None) -> str:
     if kind is not None and kind in plugins and _registry.examine(plugins[kind]).status == "ok" and _serves(kind, kind):
         return kind  # the usual case, where the backend is named after its device: no other plugin is imported
     # Not so on AMD's GPUs, which torch calls "cuda" too: there the backend of that name is the one that cannot run.
-    records = [_registry.examine(p) for p in plugins.values() if not p.testing]
+    records = [record for record in list_backends() if record.status != "duplicate"]
     if kind is not None:
         # One of the device's own name counts even where it could not say what it serves: it is what was asked for.
         return _only([r for r in records if kind == (r.spec.device_type if r.spec is not None else r.name)], kind)

@@ -98,6 +98,19 @@ def test_f3_a_broken_backend_of_the_asked_device_raises_its_own_error(install: I
     assert isinstance(caught.value.__cause__, ImportError)
 
 
+def test_f3_a_broken_plugin_beside_the_only_accelerator_is_a_warning_or_in_strict_mode_an_error(
+    install: Install, healthy: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy("there", "there")
+    install("broken", "raise ImportError('no driver bindings')")
+    assert get_backend().spec.name == "there"
+    assert "dist-broken 1.0 is failed" in caplog.text
+    monkeypatch.setenv("ECOFFLOAD_STRICT", "1")
+    with pytest.raises(PluginError, match="no driver bindings"):
+        get_backend()
+    assert get_backend("there").spec.name == "there"
+
+
 def test_f3_an_absent_device_is_told_apart_from_an_absent_package(healthy: Install) -> None:
     healthy("acme", "acme", available=ABSENT)
     with pytest.raises(BackendUnavailable, match="installed but cannot be used here: no /dev/acme0"):
