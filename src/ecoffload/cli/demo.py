@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ecoffload.cli.output import BAD_INPUT, FAILED, print_json, stderr, stdout
-from ecoffload.errors import BackendUnavailable, ConfigError
+from ecoffload.cli.output import BAD_INPUT, FAILED, missing, print_json, progress_bar, stderr, stdout, table
+from ecoffload.errors import ConfigError
 from ecoffload.registry import get_backend
 from ecoffload.sizes import format_size, parse_size
 
@@ -24,9 +21,7 @@ def run(images: Path | None, turns: int, capacity: str | None, backend_name: str
         from ecoffload.demo.conversation import play
         from ecoffload.demo.images import Picture, bundled_photographs, pictures_in, read_picture
     except ModuleNotFoundError as exc:
-        raise BackendUnavailable(
-            f"the demo needs {exc.name}: pip install 'ecoffload[demo]'", name=exc.name, reason="not installed"
-        ) from exc
+        raise missing("the demo", exc, "demo") from exc
     nbytes = None if capacity is None else parse_size(capacity, option="--capacity")
     backend = get_backend(backend_name)
     pictures: list[Picture] = []
@@ -39,21 +34,14 @@ def run(images: Path | None, turns: int, capacity: str | None, backend_name: str
             stderr.print(f"skipped: {exc}", style="yellow", markup=False)
     if not pictures:
         raise ConfigError(f"none of the {len(skipped)} files is an image", option="images", value=str(images))
-    columns = (
-        TextColumn("{task.description:24.24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("encoding", total=None)
+    with progress_bar("encoding", None) as advance:
         outcome = play(
             pictures,
             backend=backend,
             turns=turns,
             capacity=nbytes,
             skipped=skipped,
-            progress=lambda done, total, name: bar.update(task, completed=done, total=total, description=name),
+            progress=lambda done, total, name: advance(1, name, total),
         )
     if as_json:
         print_json(outcome.asdict())
@@ -69,12 +57,9 @@ def run(images: Path | None, turns: int, capacity: str | None, backend_name: str
 
 def _show(outcome: Outcome) -> None:
     stdout.print(f"{outcome.tower}; backend {outcome.backend}; {outcome.turns} turns", markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("image", no_wrap=True)
-    for column in ("tokens", "bytes", "encode ms", "reload ms", "encoded / reloaded"):
-        table.add_column(column, justify="right", no_wrap=True)
+    result = table("image", "tokens", "bytes", "encode ms", "reload ms", "encoded / reloaded")
     for image in outcome.images:
-        table.add_row(
+        result.add_row(
             image.name,
             str(image.tokens),
             format_size(image.nbytes),
@@ -82,7 +67,7 @@ def _show(outcome: Outcome) -> None:
             f"{image.reload_ms:.2f}" if image.reloaded else "-",
             f"{image.encoded} / {image.reloaded}" + (f", {image.mismatched} DIFFER" if image.mismatched else ""),
         )
-    stdout.print(table)
+    stdout.print(result)
     t = outcome.totals
     stdout.print(
         f"hit rate {t['hit_rate']:.0%} ({t['hits']} of {t['lookups']} lookups); capacity {t['capacity']} of "

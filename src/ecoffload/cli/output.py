@@ -1,4 +1,4 @@
-"""What every command shares: where output goes, how errors end, and what the exit codes mean.
+"""What every command shares: where output goes, how errors end, what the exit codes mean, progress and tables.
 
 JSON goes to stdout and nothing else does then; progress, warnings and errors go to stderr.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ecoffload.errors import (
     AmbiguousBackend,
@@ -24,7 +27,19 @@ from ecoffload.errors import (
     UnknownBackend,
 )
 
-__all__ = ["BAD_INPUT", "FAILED", "OK", "UNAVAILABLE", "errors_end_here", "print_json", "stderr", "stdout"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "OK",
+    "UNAVAILABLE",
+    "errors_end_here",
+    "missing",
+    "print_json",
+    "progress_bar",
+    "stderr",
+    "stdout",
+    "table",
+]
 
 OK, FAILED, BAD_INPUT, UNAVAILABLE = 0, 1, 2, 3
 
@@ -32,9 +47,10 @@ stdout = Console(soft_wrap=False, highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
 
-def print_json(document: Any) -> None:
-    json.dump(document, sys.stdout, indent=2, default=str)
+def print_json(document: Any, *, indent: int | None = 2) -> None:
+    json.dump(document, sys.stdout, indent=indent, default=str)
     sys.stdout.write("\n")
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -43,7 +59,38 @@ def errors_end_here() -> Iterator[None]:
     try:
         yield
     except EcoffloadError as exc:
-        stderr.print(f"error: {exc}", style="red", markup=False)
+        stderr.print(f"error: {exc}", style="red", markup=False, soft_wrap=True)
         unavailable = isinstance(exc, BackendUnavailable | PluginError | NoSpace)
         bad = isinstance(exc, ConfigError | UnknownBackend | AmbiguousBackend)
         raise typer.Exit(UNAVAILABLE if unavailable else BAD_INPUT if bad else FAILED) from None
+
+
+def missing(what: str, exc: ModuleNotFoundError, extra: str) -> BackendUnavailable:
+    """The error for a package that one of our extras brings."""
+    return BackendUnavailable(
+        f"{what} needs {exc.name}: pip install 'ecoffload[{extra}]'", name=exc.name, reason="not installed"
+    )
+
+
+@contextmanager
+def progress_bar(description: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A bar with the time that remains, on stderr if that is a terminal, gone when it ends.
+
+    Yields ``advance(n=1, description=None, total=None)``; a total of None is not known yet, or as it was.
+    """
+    columns = (TextColumn("{task.description:24.24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(n: int = 1, description: str | None = None, total: int | None = None) -> None:
+            bar.update(task, advance=n, total=total, description=description)
+
+        yield advance
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """The one style of table: the first column is a name, the others numbers."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        result.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    return result
