@@ -130,7 +130,7 @@ class Batch:
 
     def append(self, src: int, dst: int, size: int) -> None:
         """Add one descriptor: addresses in [0, 2**64), size in bytes; zero sizes are left out."""
-        lease = self._live()
+        lease = self._lease or self._live()  # the call only where it is to raise
         if size == 0:
             return
         i = self.count

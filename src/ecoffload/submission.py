@@ -26,19 +26,22 @@ def submit_batch(
     sources: AddressRanges | None = None,
     destinations: AddressRanges | None = None,
     keep: Any = None,
+    checked: bool = False,
 ) -> Completion:
     """Submit ``batch`` on ``stream`` and own its lease from here on: it returns to the pool when the swap has ended.
 
-    Every range is checked first; None says that nothing is known of that side (then the caller has checked it). An
-    empty batch completes at once. ``keep`` is held until the completion has ended or is dropped. Raises
-    :class:`DescriptorError` before anything is enqueued, or :class:`SwapFailed` with the global index; after the
-    latter, what was enqueued before is unknown, so the call has waited for it before it gave the descriptors back.
+    Every range is checked first; None says that nothing is known of that side, and ``checked`` that the caller computed
+    each descriptor inside ranges that it knows, so that a second look would only cost time. An empty batch completes at
+    once. ``keep`` is held until the completion has ended or is dropped. Raises :class:`DescriptorError` before anything
+    is enqueued, or :class:`SwapFailed` with the global index; after the latter, what was enqueued before is unknown, so
+    the call has waited for it before it gave the descriptors back.
     """
-    try:
-        batch.check(sources, destinations)
-    except Exception:
-        batch.release()
-        raise
+    if not checked:
+        try:
+            batch.check(sources, destinations)
+        except Exception:
+            batch.release()
+            raise
     if batch.count == 0:
         batch.release()
         return Completed()
@@ -64,7 +67,9 @@ def submit_batch(
             f"backend {backend.spec.name!r} failed to submit a {direction} batch of {count} descriptors: {exc!r}",
             index=None,
         ) from exc
-    if backend.spec.capabilities.snapshots_descriptors:
+    capabilities = backend.spec.capabilities
+    if capabilities.snapshots_descriptors and capabilities.submission == "async":
+        # A blocking backend consumes them in its submit as well, but that runs later, on a thread of the core.
         batch.release()
         return parts[0] if len(parts) == 1 and keep is None else _All(parts, None, keep)
     return _All(parts, batch, keep)

@@ -202,8 +202,18 @@ class OffloadWorker:
                 self._last_load,
             )
             return False
+        if plan.era < region.era:
+            self.plans_ignored += 1
+            _log.warning(
+                "a plan of era %r was ignored: its saves count as lost since era %d began", plan.era, region.era
+            )
+            return False
         if self._expected or self._open:
             self.flush()  # the step before was never flushed: what it did not give will not come
+        if plan.instance != self._instance or plan.era != region.era:
+            # An earlier scheduler's numbers would be taken for this one's, and the new era is for idle writers.
+            self.synchronize()
+            region.enter_era(plan.era)
         if plan.instance != self._instance:
             self._slot.adopt(plan.instance)
             self._instance = plan.instance
@@ -327,7 +337,7 @@ class OffloadWorker:
                 self._settle()
 
     def _add_save(self, batch: Batch, op: SaveOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> str | None:
-        source = tensor.detach()
+        source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
         if not source.is_contiguous():
             source = self._ops.clone(source)
         filled = batch.count
@@ -358,7 +368,7 @@ class OffloadWorker:
         else:
             stream = self._load_stream
         # Both sides of every descriptor were checked or computed here: extents in _descriptors, tensors by torch.
-        return submit_batch(self.backend, batch, direction, stream)
+        return submit_batch(self.backend, batch, direction, stream, checked=True)
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
