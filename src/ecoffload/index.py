@@ -8,7 +8,8 @@ its last reader has gone. With a journal, every change of owner is written there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from ecoffload.errors import RegionError
@@ -90,7 +91,7 @@ class EntryIndex:
         self._journal = journal
         self._entries: dict[bytes, Entry] = {}
         self._owners: set[Entry] = set()  # every entry that holds extents, listed or not
-        self._in_doubt: list[Entry] = []  # those of them that are kept aside
+        self._in_doubt: deque[tuple[int, Entry]] = deque()  # those of them that are kept aside, by era
         self._evictable = 0  # bytes of ready entries without readers
         self._generation = 0
         self.evictions = 0
@@ -122,7 +123,7 @@ class EntryIndex:
     @property
     def quarantined_bytes(self) -> int:
         """Bytes kept aside because a writer that nobody hears of may still be at them."""
-        return sum(entry.held_bytes for entry in self._in_doubt)
+        return sum(entry.held_bytes for _, entry in self._in_doubt)
 
     def lookup(self, key: bytes) -> Entry | None:
         """The entry of that key in whatever state, or None. Does not count as a use."""
@@ -202,12 +203,12 @@ class EntryIndex:
         self._generation = max(self._generation, entry.generation)
         entry.write = "writing"
 
-    def quarantine_foreign(self, handle: int | None, extents: tuple[Extent, ...]) -> None:
+    def quarantine_foreign(self, handle: int | None, extents: tuple[Extent, ...], era: int = 0) -> None:
         """Keep extents aside that an earlier process may still be writing (reserved in the allocator already)."""
         entry = Entry(b"", 0, extents, 0, "uint8", (0,))
         entry.handle, entry.listed, entry.quarantined, entry.write = handle, False, True, "writing"
         self._owners.add(entry)
-        self._in_doubt.append(entry)
+        self._in_doubt.append((era, entry))
 
     def writing(self, entry: Entry) -> None:
         """Its save was handed to a worker."""
@@ -260,20 +261,25 @@ class EntryIndex:
         entry.write = "ended"
         self._release(entry)
 
-    def quarantine(self, entry: Entry) -> None:
-        """Its writer is gone without a word and its device may still be writing: keep the extents aside."""
+    def quarantine(self, entry: Entry, era: int = 0) -> None:
+        """Its writer is gone without a word and its device may still be writing: keep the extents aside.
+
+        ``era``: of the region, when it was told to write; eras never go back from one call to the next.
+        """
         self._forget(entry)
         entry.quarantined = True
-        self._in_doubt.append(entry)
+        self._in_doubt.append((era, entry))
 
-    def release_quarantine(self) -> int:
-        """No other process maps the region any more: what was kept aside is free. Returns how many entries."""
-        kept, self._in_doubt = self._in_doubt, []
-        for entry in kept:
+    def release_quarantine(self, outlived: Callable[[int], bool] = lambda era: True) -> int:
+        """Free what was kept aside in eras of which no writer is left; returns how many entries."""
+        count = 0
+        while self._in_doubt and outlived(self._in_doubt[0][0]):
+            entry = self._in_doubt.popleft()[1]
             entry.quarantined = False
             entry.write = "ended"
             self._release(entry)
-        return len(kept)
+            count += 1
+        return count
 
     def invalidate(self, key: bytes | None = None) -> int:
         """Forget one key, or all; returns how many there were. What is in flight ends first, unseen."""

@@ -29,8 +29,10 @@ VERSION = 1
 HEADER_BYTES = 4096
 # Bytes of the file whose locks mean something; a slot's own range is its owner's.
 LIFE, CLAIMS, SCHEDULER = 0, 8, 16
+ERAS = 1 << 62  # far beyond the file: from here on one byte an era, held shared by who maps the region since then
+LAST_ERA = (1 << 40) - 1
 # Words of the header that change.
-W_READY, W_OWNERLESS_SINCE, W_INSTANCE, W_EPOCH, W_BEGUN, W_OPENED, W_CLAIMS = range(256, 263)
+W_READY, W_OWNERLESS_SINCE, W_INSTANCE, W_EPOCH, W_BEGUN, W_OPENED, W_CLAIMS, W_ERA = range(256, 264)
 W_TAKEOVERS = 264  # eight times, in seconds, newest first
 TAKEOVERS = 8
 

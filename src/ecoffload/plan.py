@@ -40,13 +40,15 @@ class LoadOp(NamedTuple):
 class Plan(NamedTuple):
     """Work for every worker of one engine instance. Numbers count up by kind within the instance, from 1.
 
-    ``saved`` and ``loaded`` are the numbers just before this plan's: where a worker that joins late begins. Never
+    ``era`` is the region's when the plan was made: who has entered a later one must not carry it out any more, for its
+    saves count as lost. ``saved`` and ``loaded`` are the numbers just before this plan's: where a worker that joins late begins. Never
     empty in the sense of ``bool()``: engines drop messages that are false.
     """
 
     version: int
     region_id: str
     instance: int
+    era: int
     saved: int
     loaded: int
     saves: tuple[SaveOp, ...]

@@ -7,7 +7,9 @@ never trusts what it reads.
 Life and death go by locks, which the kernel drops when their holder dies, however it dies:
 
 * whoever maps the region holds the LIFE byte shared, on a descriptor of its own, for as long as it maps;
-* creating, taking over and unlinking need it exclusively, and then the file at the path must still be the locked one.
+* creating, taking over and unlinking need it exclusively, and then the file at the path must still be the locked one;
+* beside it, whoever maps the region holds the byte of an *era*, shared. A scheduler that loses sight of writers (it
+  begins, or a worker dies) begins a new era; what they may still write stays unused until the old eras have no holders.
 
 So a file that anybody maps is never touched, and a late close never unlinks a successor's file.
 """
@@ -46,7 +48,7 @@ class HostRegion:
     Attributes: `id`, `path`; `address` of the data area, page aligned; `capacity` usable bytes, whole granules;
     `nbytes` mapped data bytes, whole pages; `granule`; `namespace`; `chunk_edges`, the data offsets at which
     registrations start and which no extent may cross; `start`: "created", "joined", "warm" (taken over with its
-    entries) or "cold" (taken over without), and `start_reason`, a sentence on it.
+    entries) or "cold" (taken over without), and `start_reason`, a sentence on it; `era`, see `begin_era`.
     """
 
     id: str
@@ -60,6 +62,7 @@ class HostRegion:
     chunk_edges: tuple[int, ...]
     start: str
     start_reason: str
+    era: int
 
     @classmethod
     def open(
@@ -157,6 +160,8 @@ class HostRegion:
             mutex=layout.CLAIMS,
         )
         self._instance = self._words[layout.W_INSTANCE]
+        self.era = self._words[layout.W_ERA] & layout.LAST_ERA
+        hostmem.try_lock(self._fd, layout.ERAS + self.era, 1, shared=True)  # nobody ever holds one exclusively
         _regions.add(self)
 
     # --- what everybody uses ----------------------------------------------------------------------------------------
@@ -202,6 +207,17 @@ class HostRegion:
 
     # --- the worker's side ------------------------------------------------------------------------------------------
 
+    def enter_era(self, era: int) -> None:
+        """Say that nothing that this process was told in an earlier era can be written any more. Never goes back.
+
+        Call it with nothing in flight, and carry out no plan of an earlier era afterwards.
+        """
+        self._check()
+        if self.era < era <= layout.LAST_ERA:
+            hostmem.try_lock(self._fd, layout.ERAS + era, 1, shared=True)
+            hostmem.unlock(self._fd, layout.ERAS + self.era, 1)
+            self.era = era
+
     def claim_slot(self, rank: int) -> WorkerSlot:
         """A slot for the worker `rank`. The newest claim of a rank counts; an older one is lost to the scheduler.
 
@@ -238,6 +254,7 @@ class HostRegion:
                     path=str(self.path),
                 )
         self._scheduling = True
+        self.begin_era()
         self._instance = secrets.randbits(61) + 1
         self._words[layout.W_BEGUN] = 1
         self._words[layout.W_INSTANCE] = self._instance
@@ -246,6 +263,21 @@ class HostRegion:
         if self._journal is not None:
             self._journal.reload()
         return self._instance
+
+    def begin_era(self) -> int:
+        """Begin a new era and return the one that ends: only who maps the region since then, or longer, knows of saves
+        that were planned so far."""
+        self._check()
+        ended = self._words[layout.W_ERA] & layout.LAST_ERA
+        self._words[layout.W_ERA] = ended + 1
+        self.enter_era(ended + 1)
+        return ended
+
+    def outlived(self, era: int) -> bool:
+        """Whether every other process that knows of saves planned up to this era has entered a later one, or is gone:
+        then nobody is left who could still write what it was told then."""
+        self._check()
+        return not hostmem.lock_is_held(self._fd, layout.ERAS, era + 1)
 
     def end_instance(self) -> None:
         """Stop scheduling with nothing in flight: the next scheduler needs not fear this one's workers. Idempotent."""

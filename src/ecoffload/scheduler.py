@@ -100,11 +100,12 @@ class OffloadScheduler:
         if journal is None or self._checksums is None:
             return
         scan = journal.records()
+        era = self.region.era - 1  # of whoever is left from an earlier scheduler
         self.recovery_dropped = scan.dropped
         claimed = [record.extents for record in scan.records] + [pending.extents for pending in scan.pending]
         allocator.reserve(extent for extents in claimed for extent in extents)
         for pending in scan.pending:
-            self.index.quarantine_foreign(pending.handle, pending.extents)
+            self.index.quarantine_foreign(pending.handle, pending.extents, era)
         if scan.unreadable:
             # Somebody alive may be writing where only a record told that cannot be read: all but the entries is theirs.
             _log.warning(
@@ -112,7 +113,7 @@ class OffloadScheduler:
             )
             rest = allocator.free_extents()
             allocator.reserve(rest)
-            self.index.quarantine_foreign(None, tuple(rest))
+            self.index.quarantine_foreign(None, tuple(rest), era)
         for record in scan.records:
             entry = Entry(record.key, record.generation, record.extents, record.nbytes, record.dtype, record.shape)
             entry.handle, entry.cost = record.handle, float(record.nbytes)
@@ -215,7 +216,11 @@ class OffloadScheduler:
         """Everything planned since the last call; from here on it counts as in flight."""
         saves, loads = tuple(self._saves), tuple(self._loads)
         saved, loaded = self._taken
+        self._release_quarantine()
         if saves:
+            self.region.progress(self.world)
+            if self.region.lost_waiting:
+                self._bury_the_lost()  # first: these saves are none of theirs
             self._saves = []
             for _, entry in self._saving:
                 if entry.write == "reserved":
@@ -224,7 +229,7 @@ class OffloadScheduler:
             self._loads = []
         self._taken = (self._save_number, self._load_number)
         region = self.region
-        return Plan(PLAN_VERSION, region.id, region.instance, saved, loaded, saves, loads)
+        return Plan(PLAN_VERSION, region.id, region.instance, region.era, saved, loaded, saves, loads)
 
     def has_pending(self) -> bool:
         """Whether saves or loads are planned or in flight, so that ``poll`` has something to wait for."""
@@ -316,10 +321,14 @@ class OffloadScheduler:
         """A worker died: its device may still be writing what it had been given to save."""
         for lost in self.region.take_lost():
             self._workers_lost += 1
-            in_doubt = [(number, entry) for number, entry in self._saving if lost.saved < number <= self._taken[0]]
-            for each in in_doubt:
-                self._saving.remove(each)  # nobody will report it
-                self.index.quarantine(each[1])
+            in_doubt = []
+            if lost.rank == 0:  # the others write nothing
+                in_doubt = [(number, entry) for number, entry in self._saving if lost.saved < number <= self._taken[0]]
+            if in_doubt:
+                era = self.region.begin_era()
+                for each in in_doubt:
+                    self._saving.remove(each)  # nobody will report it
+                    self.index.quarantine(each[1], era)
             _log.warning(
                 "the worker of rank %d is gone; %d entries that it may still be writing are kept aside",
                 lost.rank,
@@ -327,10 +336,9 @@ class OffloadScheduler:
             )
         self._release_quarantine()
 
-    def _release_quarantine(self) -> bool:
-        """Use what was kept aside once nobody else maps the region; True if there was any."""
-        index = self.index
-        return bool(index.quarantined_bytes and self.region.alone() and index.release_quarantine())
+    def _release_quarantine(self) -> int:
+        """Use what was kept aside once every process that could write it is gone, or past it; how many entries."""
+        return self.index.release_quarantine(self.region.outlived)
 
     def invalidate(self, key: bytes | None = None) -> int:
         """Forget one key, or everything (after a weight update); returns how many entries that were."""

@@ -344,25 +344,29 @@ class SlotBoard:
         """Read the whole table: who is there, who is new, who is gone."""
         table, words = self._table, self._table.words
         self._epoch, self._world, self._due = words[self._epoch_at], world, self._clock() + _PROBE_SECONDS
-        newest: dict[int, tuple[int, int]] = {}  # rank -> claim, slot
+        claims: list[tuple[int, int, int]] = []  # claim, slot, rank
         for index in range(table.count):
             at = table.word_of(index)
             claim, rank = words[at + _CLAIM], words[at + _RANK]
-            if claim > newest.get(rank, (0, 0))[0] and words[at + _INSTANCE] == self._instance:
-                newest[rank] = claim, index
+            if claim and words[at + _INSTANCE] == self._instance:
+                claims.append((claim, index, rank))
+        claims.sort()
+        newest = {rank: (claim, index) for claim, index, rank in claims}
         for rank, seen in list(self._ranks.items()):
             if seen.state == "live":
                 if newest.get(rank) == (seen.claim, seen.index) and table.held(seen.index):
                     seen.saved, seen.loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
                 else:
                     self._gone(seen)
-        for rank, (claim, index) in newest.items():
+        for claim, index, rank in claims:
             if (index, claim) not in self._known:
                 self._known.add((index, claim))
                 at = table.word_of(index)
                 seen = _Seen(rank, index, claim, at, saved=words[at + _SAVED], loaded=words[at + _LOADED])
-                self._ranks[rank] = seen
-                if not table.held(index):
+                replaced = newest[rank] != (claim, index)  # before anybody looked: what it was told to save is in doubt
+                if not replaced:
+                    self._ranks[rank] = seen
+                if replaced or not table.held(index):
                     self._gone(seen)
         fixed = [(seen.saved, seen.loaded) for seen in self._lost if seen.rank < world]
         self._points = []

@@ -175,6 +175,17 @@ def test_a_worker_that_came_and_died_between_two_looks_is_handed_out(
     assert region.take_lost() == [LostSlot(0, 2, 0)]
 
 
+def test_a_worker_that_was_replaced_before_anybody_looked_is_handed_out_too(region: HostRegion) -> None:
+    first = region.claim_slot(0)
+    first.finish_save(2)
+    die(first)
+    second = region.claim_slot(0)
+    second.finish_save(7)
+    assert region.progress(1) == (2, 0)
+    assert region.take_lost() == [LostSlot(0, 2, 0)]
+    assert region.progress(1) == (7, 0)
+
+
 def test_progress_never_goes_back(region: HostRegion) -> None:
     slot = region.claim_slot(0)
     slot.finish_save(9)
