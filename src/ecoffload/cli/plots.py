@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecoffload.cli.output import missing
 from ecoffload.errors import ConfigError
+from ecoffload.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,17 +82,22 @@ def plot_curve(path: Path, name: str, curve: Curve, advice: Recommendation | Non
     figure.savefig(path)
 
 
+_WAYS = {"ours": "ours: one batch", "loop": "loop: a copy each", "pack": "pack: gather, then one copy"}
+
+
 def plot_bench(path: Path, document: dict[str, Any]) -> None:
     """Rates by block size, a line a way, both directions."""
     figure, axes = _figure(2)
     for each, direction in zip(axes, ("h2d", "d2h"), strict=True):
         rows = [row for row in document["rates"] if row["direction"] == direction]
-        sizes = [row["block_bytes"] / 1024 for row in rows]
+        sizes = [row["block_bytes"] for row in rows]
         for way in rows[0]["gb_per_s"] if rows else ():
-            each.plot(sizes, [row["gb_per_s"][way] for row in rows], "o-", label=way)
+            each.plot(sizes, [row["gb_per_s"][way] for row in rows], "o-", label=_WAYS.get(way, way))
         each.axhline(document["peak"][direction], color="k", linestyle=":", label="one contiguous copy")
         each.set_xscale("log", base=2)
-        each.set(xlabel="block, KiB", title=f"{document['backend']}: {direction}", ylim=(0, None))
+        each.set_xticks(sizes, [format_size(size) for size in sizes], rotation=30)
+        each.set(xlabel="block", title=f"{document['backend']}: {direction}")
+    axes[0].set_ylim(0, None)
     axes[0].set_ylabel("GB/s")
     axes[0].legend()
     figure.savefig(path)
