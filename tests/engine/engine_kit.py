@@ -46,13 +46,17 @@ def eventually(ready: Callable[[], bool], what: str) -> None:
 
 
 class QueryFails(Completion):
-    """A completion whose query raises what no backend should; the copy itself goes on."""
+    """A completion whose query raises what no backend should, ``times`` times; the copy itself goes on."""
 
-    def __init__(self, inner: Completion) -> None:
+    def __init__(self, inner: Completion, times: int = 1 << 60) -> None:
         self.inner = inner
+        self.times = times
 
     def done(self) -> bool:
-        raise RuntimeError("the event is not to be asked")
+        self.times -= 1
+        if self.times >= 0:
+            raise RuntimeError("the event is not to be asked")
+        return self.inner.done()
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.inner.wait(timeout)
@@ -65,6 +69,7 @@ class Worker:
     """One rank: its own mapping of the region, its own device."""
 
     def __init__(self, engine: Engine, rank: int, device: str, register: Any = "prefer") -> None:
+        self.engine = engine
         self.rank = rank
         self.region = engine.map()
         self.backend: SwapBackend = simulated(device)
@@ -88,16 +93,14 @@ class Worker:
     def tensor(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         return self.backend.ops.empty(len(data)).copy_(torch.from_numpy(data))
 
-    def queries_fail(self, times: int = 1) -> None:
-        """The completions of the next submits cannot be asked."""
-        submit, left = self.backend.submit, [times]
+    def queries_fail(self, times: int = 1 << 60) -> None:
+        """The completion of the next submit cannot be asked (so many times)."""
+        submit = self.backend.submit
 
         def wrapped(batch: Any, direction: Any, stream: Any) -> Any:
             completion = submit(batch, direction, stream)
-            left[0] -= 1
-            if not left[0]:
-                del self.backend.submit  # type: ignore[method-assign]
-            return QueryFails(completion)
+            del self.backend.submit  # type: ignore[method-assign]
+            return QueryFails(completion, times)
 
         self.backend.submit = wrapped  # type: ignore[method-assign]
 
@@ -127,10 +130,22 @@ class Worker:
         self.backend.close()
         self.region.close()
 
-    def die(self) -> None:
-        """What the kernel does when the process is killed: locks and mapping go, and nobody says a word."""
+    def die(self, *, writing: bool = False) -> None:
+        """What the kernel does when the process is killed: its locks go, and nobody says a word.
+
+        ``writing``: its device goes on with what it was given, as DMA does, and keeps the memory mapped; else
+        that has ended by the time anybody looks.
+        """
         self.worker._slot._let_go()
         self.worker._closed = True
+        if writing:
+            self.engine.orphans.append(self)
+        else:
+            self.bury()
+
+    def bury(self) -> None:
+        """Its device has come to rest: the mapping goes."""
+        self.backend.close()
         self.region.close()
 
 
@@ -166,6 +181,7 @@ class Engine:
             Worker(self, rank, devices[rank % len(devices)], register[rank % len(register)]) for rank in range(world)
         ]
         self.truth: dict[bytes, bytes] = {}
+        self.orphans: list[Worker] = []
         self._versions = 0
 
     def map(self) -> HostRegion:
@@ -263,9 +279,12 @@ class Engine:
         assert self.index.pinned == 0
         assert self.index.used_bytes == self.index.quarantined_bytes + sum(e.held_bytes for e in self.index)
         for each in self.workers:
+            each.worker._pool.lease().release()  # looks after arrays that were given up
             assert each.worker._pool.leased == 0
 
     def close(self) -> None:
+        for each in self.orphans:
+            each.bury()
         for each in self.workers:
             each.close()
         self.scheduler.poll()

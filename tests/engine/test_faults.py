@@ -508,3 +508,19 @@ def test_without_the_rank_that_saves_no_save_counts_whatever_the_others_report(e
         assert not e.scheduler.lookup(b"b"), "nobody wrote it"
         assert e.scheduler.lookup(b"a")
         e.verify(e.load_now(b"a")[0])
+
+
+@pytest.mark.parametrize("device", ASYNC)
+def test_c9_close_waits_for_a_copy_whose_end_could_not_be_asked(engine: Start, device: str) -> None:
+    e = engine(devices=(device,))
+    op = e.plan_save(b"a")
+    each = e.workers[0]
+    each.backend.ops.delay(each.worker._save_stream, 60)
+    each.queries_fail()
+    e.step()
+    with contextlib.suppress(SwapFailed):
+        each.worker.poll()
+    assert not each.worker.pending()
+    each.worker.close()
+    assert op is not None
+    assert b"".join(bytes(view) for view in e.region.view(op.extents)) == e.truth[b"a"]
