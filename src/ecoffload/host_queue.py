@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ecoffload.backend import Completion, SwapBackend
+from ecoffload.descriptors import SubBatch
 from ecoffload.errors import EcoffloadError, SwapFailed
 
 __all__ = ["CALLER", "BlockingBackend", "Caller", "HostEvent", "HostQueue", "QueuedCompletion"]
@@ -207,10 +208,12 @@ class BlockingBackend(SwapBackend):
         ops = self.inner.ops
         before = ops.event()
         ops.record(before, stream)
+        # Addresses and a count: the batch itself is of no use once whoever submitted it has dropped the completion.
+        view = SubBatch(batch.count, batch.src, batch.dst, batch.size, batch.first)
 
         def copy() -> None:
             ops.synchronize(before)
-            inner = self.inner.submit(batch, direction, stream)
+            inner = self.inner.submit(view, direction, stream)
             if inner is not None:
                 inner.wait()
 

@@ -1,0 +1,194 @@
+"""The one way in to a backend: the lease is given back when the swap has ended, however it ends and whoever looks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import QueryFails, eventually
+
+from ecoffload.backend import Completion
+from ecoffload.cpu.backend import CpuBackend
+from ecoffload.cpu.plugin import ecoffload_register_backend
+from ecoffload.descriptors import AddressRanges, DescriptorPool
+from ecoffload.errors import DescriptorError, StaleBatch, SwapFailed
+from ecoffload.host_queue import BlockingBackend
+from ecoffload.submission import submit_batch
+from ecoffload.testing.devices import simulated
+from ecoffload.testing.harness import DeviceUnderTest, random_bytes
+
+DEVICES = ["sim-int64", "sim-uint64", "sim-top"]
+SIZE = 3000
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> DeviceUnderTest:
+    return DeviceUnderTest(simulated(request.param))
+
+
+def test_an_empty_batch_has_ended_and_given_its_lease_back(device: DeviceUnderTest) -> None:
+    completion = device.submit("d2h", [(1, 2, 0)])
+    assert completion.done()
+    assert completion.wait(0)
+    assert device.pool.leased == 0
+
+
+def test_b8_a_dropped_completion_still_moves_its_bytes_and_gives_its_lease_back(device: DeviceUnderTest) -> None:
+    data = random_bytes(50 * SIZE, 3)
+    with device.host(50 * SIZE, 0) as host:
+        tensor = device.tensor(50 * SIZE, data)
+        device.hold(device.side)
+        base = device.address(tensor)
+        device.submit("d2h", [(base + i * SIZE, host.alias + i * SIZE, SIZE) for i in range(50)])
+        gc.collect()
+        for _ in range(20):  # others lease meanwhile, and fill what they get
+            batch = device.pool.lease()
+            batch.extend(np.zeros(50, np.uint64), np.zeros(50, np.uint64), np.full(50, 7, np.uint64))
+            batch.release()
+        eventually(lambda: np.array_equal(host.array, data), "the arrival of the bytes")
+        device.ops.synchronize()
+
+        def returned() -> bool:
+            device.pool.lease().release()
+            return device.pool.leased == 0
+
+        eventually(returned, "the return of the lease")
+
+
+def test_a_batch_is_its_submitters_no_more(device: DeviceUnderTest) -> None:
+    with device.host(SIZE, 0) as host:
+        tensor = device.tensor(SIZE, 1)
+        batch = device.pool.lease()
+        batch.append(device.address(tensor), host.alias, SIZE)
+        device.finish(submit_batch(device.backend, batch, "d2h", device.side))
+    with pytest.raises(StaleBatch):
+        batch.append(1, 2, 3)
+
+
+def test_a_refused_batch_gives_its_lease_back_and_reaches_no_device(device: DeviceUnderTest) -> None:
+    with pytest.raises(DescriptorError, match="descriptor 1 "):
+        device.submit("d2h", [(16, 16, 4), (32, 16, 4)], sources=AddressRanges([(16, 16)]))
+    assert device.pool.leased == 0
+
+
+def test_two_kinds_of_wait_see_the_same_failure(device: DeviceUnderTest) -> None:
+    with device.host(SIZE, 0) as host:
+        tensor = device.tensor(SIZE, 1)
+        device.inject("late")
+        completion = device.save(tensor, host)
+        for _ in range(2):
+            with pytest.raises(SwapFailed):
+                completion.wait(device.limit_s)
+            with pytest.raises(SwapFailed):
+                completion.done()
+    assert device.pool.leased == 0
+
+
+def test_a_wait_with_a_limit_says_no_in_time(device: DeviceUnderTest) -> None:
+    with device.host(SIZE, 0) as host:
+        tensor = device.tensor(SIZE, 1)
+        device.hold(device.side)
+        completion = device.save(tensor, host)
+        assert completion.wait(0.001) is False
+        assert device.pool.leased == (0 if device.capabilities.snapshots_descriptors else 1)
+        device.finish(completion)
+        assert (host.array == 1).all()
+
+
+def test_a_completion_that_can_never_be_asked_keeps_its_arrays_and_breaks_no_later_lease() -> None:
+    device = DeviceUnderTest(simulated("sim-uint64"))
+    submit = device.backend.submit
+    device.backend.submit = lambda *args: QueryFails(submit(*args))  # type: ignore[method-assign]
+    with device.host(SIZE, 0) as host:
+        completion = device.save(device.tensor(SIZE, 1), host)
+        with pytest.raises(RuntimeError):
+            completion.done()
+        del completion
+        gc.collect()
+        device.backend.submit = submit  # type: ignore[method-assign]
+        for _ in range(3):
+            device.finish(device.save(device.tensor(SIZE, 2), host))
+        assert device.pool.leased == 1, "it may still be reading them"
+        device.ops.synchronize()
+
+
+def test_a_part_whose_wait_raises_anything_does_not_keep_the_lease_of_a_failed_batch() -> None:
+    device = DeviceUnderTest(simulated("sim-uint64"))
+    plain = device.backend.submit
+
+    class WaitFails(QueryFails):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise RuntimeError("not to be waited for")
+
+    def submit(batch: Any, direction: Any, stream: Any) -> Completion:
+        if batch.first:
+            raise SwapFailed("the second part")
+        return WaitFails(plain(batch, direction, stream))
+
+    device.backend.submit = submit  # type: ignore[method-assign]
+    with device.host(100, 0) as host:
+        tensor = device.tensor(100, 1)
+        rows = [(device.address(tensor) + i, host.alias + i, 1) for i in range(100)]  # 37 a submit
+        with pytest.raises(SwapFailed, match="the second part"):
+            device.submit("d2h", rows)
+        assert device.pool.leased == 0
+        device.ops.synchronize()
+
+
+# --- blocking backends, on a thread of the core
+
+
+class Slow(CpuBackend):
+    """Copies in its submit, when it is let; reads its descriptors only then."""
+
+    def __init__(self) -> None:
+        like = ecoffload_register_backend()
+        capabilities = like.capabilities.model_copy(update={"submission": "blocking"})
+        super().__init__(like.model_copy(update={"capabilities": capabilities}))
+        self.go = threading.Event()
+
+    def submit(self, batch: Any, direction: Any, stream: Any) -> None:  # type: ignore[override]
+        self.go.wait()
+        self._copy(batch.src, batch.dst, batch.size, batch.count)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+def test_a_blocking_backend_copies_late_from_the_descriptors_it_was_given(keep: bool) -> None:
+    inner = Slow()
+    backend, pool = BlockingBackend(inner), DescriptorPool()
+    src, dst = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    batch = pool.lease()
+    for i in range(256):
+        batch.append(src.data_ptr() + i, dst.data_ptr() + i, 1)
+    completion: Completion | None = submit_batch(backend, batch, "h2d", backend.ops.stream())
+    assert completion is not None
+    assert not completion.done()
+    if not keep:
+        completion = None
+        gc.collect()
+    pool.lease().release()
+    inner.go.set()
+    eventually(lambda: torch.equal(src, dst), "the copy")
+    if completion is not None:
+        assert completion.wait(30)
+        assert pool.leased == 0
+    backend.close()
+
+
+def test_a_blocking_backend_waits_for_the_stream_it_was_given() -> None:
+    inner = Slow()
+    inner.go.set()
+    backend, pool = BlockingBackend(inner), DescriptorPool()
+    stream = backend.ops.stream()
+    src, dst = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    backend.ops.delay(stream, 40)
+    stream.put(lambda: src.fill_(9))
+    batch = pool.lease()
+    batch.append(src.data_ptr(), dst.data_ptr(), 64)
+    assert submit_batch(backend, batch, "h2d", stream).wait(30)
+    assert (dst == 9).all()
+    backend.close()
