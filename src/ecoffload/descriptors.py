@@ -293,7 +293,7 @@ class Batch:
         """
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._pool._abandoned.append((lease, ended))
+            _abandoned.append((self._pool, lease, ended))
 
 
 def _column(values: ArrayLike) -> NDArray[np.uint64]:
@@ -349,22 +349,21 @@ class DescriptorPool:
         self._capacity = capacity
         self._keep = keep
         self._idle: list[_Lease] = []
-        self._abandoned: deque[tuple[_Lease, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
         self.leased = 0
         """Sets of arrays lent at present."""
 
     def lease(self, capacity: int = 0) -> Batch:
         """An empty batch with room for at least ``capacity`` descriptors (it grows when more are added)."""
-        for _ in range(len(self._abandoned)):
+        for _ in range(len(_abandoned)):
             try:
-                lease, ended = self._abandoned.popleft()
+                pool, lease, ended = _abandoned.popleft()
             except IndexError:  # another thread is looking as well
                 break
             if ended():
-                self._give(lease)
+                pool._give(lease)
             else:
-                self._abandoned.append((lease, ended))
+                _abandoned.append((pool, lease, ended))
         return Batch(self, self._take(capacity))
 
     def _take(self, needed: int) -> _Lease:
@@ -384,3 +383,7 @@ class DescriptorPool:
             if len(self._idle) < self._keep:
                 self._idle.append(lease)
                 self._idle.sort(key=lambda item: item.capacity)
+
+
+# Arrays given up before their copy had ended. Of the process, not of a pool: a copy may outlive its pool as well.
+_abandoned: deque[tuple[DescriptorPool, _Lease, Callable[[], bool]]] = deque()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +134,21 @@ def test_abandoned_arrays_come_back_once_their_copy_has_ended() -> None:
     ended.set()
     pool.lease(1)
     assert pool.leased == 2, "and now they are not"
+
+
+def test_abandoned_arrays_outlive_their_pool() -> None:
+    pool, ended = DescriptorPool(4), threading.Event()
+    batch = pool.lease()
+    batch.append(2**64 - 1, 2, 3)
+    at, gone = batch.src, weakref.ref(pool)
+    batch.abandon(ended.is_set)
+    del batch, pool
+    gc.collect()
+    assert words_at(at, 1) == [2**64 - 1]
+    ended.set()
+    DescriptorPool().lease()
+    gc.collect()
+    assert gone() is None
 
 
 def test_many_threads_may_lease_while_arrays_are_abandoned() -> None:

@@ -1,0 +1,204 @@
+"""swap_blocks and swap_blocks_batch: what engines call today, and what is refused instead of copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ecoffload import ConfigError, DescriptorError, swap_blocks, swap_blocks_batch, swaps
+from ecoffload.backend import SwapBackend
+from ecoffload.testing.devices import sim_of, simulated
+from ecoffload.testing.harness import DeviceUnderTest
+
+DEVICES = ["sim-int64", "sim-uint64", "sim-top"]
+
+
+@pytest.fixture(autouse=True)
+def every_lease_comes_back() -> Any:
+    before = swaps._pool.leased
+    yield
+    swaps._pool.lease().release()
+    assert swaps._pool.leased == before
+
+
+def blocks(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, 3, 5), dtype=np.uint8))
+
+
+def on(backend: SwapBackend, tensor: torch.Tensor) -> torch.Tensor:
+    return backend.ops.empty(tensor.numel()).view(tensor.shape).copy_(tensor)
+
+
+# --- swap_blocks
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_pairs_of_blocks_are_copied_on_the_cpu(as_tensor: bool) -> None:
+    src, dst = blocks(6), blocks(6, 1)
+    want = dst.clone()
+    pairs: Any = [(0, 5), (1, 4), (5, 0)]
+    for s, d in pairs:
+        want[d] = src[s]
+    assert swap_blocks(src, dst, torch.tensor(pairs) if as_tensor else pairs).done()
+    assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_direction_follows_from_the_devices(name: str) -> None:
+    device = DeviceUnderTest(simulated(name))
+    with device.host(6 * 15, 0) as host:
+        plain = torch.from_numpy(host.array).view(6, 3, 5)
+        there = on(device.backend, blocks(6))
+        if device.capabilities.host_memory == "register":
+            host.close()  # plain memory: tensors of a user's own
+        device.finish(swap_blocks(there, plain, [(1, 0), (2, 3)], backend=device.backend))
+        assert torch.equal(plain[[0, 3]], blocks(6)[[1, 2]])
+        device.finish(swap_blocks(plain, there, [(0, 5)], backend=device.backend))
+        device.ops.synchronize()
+        assert torch.equal(there[5], blocks(6)[1])
+
+
+def test_blocks_may_be_of_a_size_that_is_given() -> None:
+    src, dst = blocks(4).reshape(-1), torch.zeros(60, dtype=torch.uint8)
+    swap_blocks(src, dst, [(1, 0)], 20)
+    assert torch.equal(dst[:20], src[20:40])
+    assert (dst[20:] == 0).all()
+
+
+@pytest.mark.parametrize("mapping", [[], np.empty((0, 2), np.int64), torch.empty(0, 2, dtype=torch.int64)])
+def test_no_pairs_are_no_work(mapping: Any) -> None:
+    dst = blocks(2, 1)
+    assert swap_blocks(blocks(2), dst, mapping).done()
+    assert torch.equal(dst, blocks(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "index", "words"),
+    [
+        ([(0, 0), (6, 1)], 1, r"pair 1 .*src has blocks 0 to 5"),
+        ([(-1, 0)], 0, "src"),
+        ([(0, 0), (1, 1), (0, 6)], 2, "dst"),
+        ([(0, -1)], 0, "dst"),
+    ],
+)
+def test_a_pair_outside_a_tensor_is_named_and_nothing_is_copied(
+    pairs: list[tuple[int, int]], index: int, words: str
+) -> None:
+    dst = blocks(6, 1)
+    with pytest.raises(DescriptorError, match=words) as caught:
+        swap_blocks(blocks(6), dst, pairs)
+    assert caught.value.index == index
+    assert torch.equal(dst, blocks(6, 1))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [([1, 2], "of shape"), ([(1, 2, 3)], "of shape"), ([(0.0, 1.0)], "float64"), ([(True, False)], "bool")],
+)
+def test_a_mapping_that_is_no_pairs_of_integers_is_refused(mapping: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        swap_blocks(blocks(2), blocks(2), mapping)
+
+
+def test_tensors_whose_blocks_do_not_follow_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="src is not contiguous"):
+        swap_blocks(blocks(4)[::2], blocks(2), [(0, 0)])
+    with pytest.raises(ConfigError, match="dst is not contiguous"):
+        swap_blocks(blocks(2), blocks(4)[::2], [(0, 0)])
+
+
+@pytest.mark.parametrize("size", [0, -1, True])
+def test_a_block_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="must be above zero"):
+        swap_blocks(blocks(2), blocks(2), [(0, 0)], size)
+    with pytest.raises(ConfigError, match="no blocks"):
+        swap_blocks(torch.tensor(1), blocks(2), [(0, 0)])
+
+
+def test_two_tensors_of_one_side_are_refused() -> None:
+    backend = simulated("sim-int64")
+    there = on(backend, blocks(2))
+    for pair in ((there, there), (blocks(2), blocks(2))):
+        with pytest.raises(ConfigError, match="between the host and"):
+            swap_blocks(*pair, [(0, 0)], backend=backend)
+
+
+# --- swap_blocks_batch
+
+
+def tables(rows: list[tuple[int, int, int]], kind: str) -> list[Any]:
+    columns = [[row[i] for row in rows] for i in range(3)]
+    if kind == "list":
+        return columns
+    words = [np.array(column, dtype=np.uint64) for column in columns]
+    if kind == "uint64 array":
+        return list(words)
+    if kind == "int64 tensor":
+        return [torch.from_numpy(w.view(np.int64).copy()) for w in words]
+    return [torch.from_numpy(w.copy()) for w in words]
+
+
+@pytest.mark.parametrize("kind", ["list", "uint64 array", "int64 tensor", "uint64 tensor"])
+@pytest.mark.parametrize("name", DEVICES)
+def test_tables_are_read_by_bits_whatever_their_dtype(name: str, kind: str) -> None:
+    device = DeviceUnderTest(simulated(name))
+    with device.host(4096, 0) as host:
+        data = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+        tensor = device.tensor(4096, data)
+        base = device.address(tensor)
+        rows = [(base + at, host.alias + at, n) for at, n in ((0, 1000), (1000, 0), (1001, 95), (2000, 2096))]
+        device.finish(swap_blocks_batch(*tables(rows, kind), direction="d2h", backend=device.backend))
+        want = np.zeros(4096, np.uint8)
+        for src, _, n in rows:
+            want[src - base : src - base + n] = data[src - base : src - base + n]
+        assert np.array_equal(host.array, want)
+
+
+def test_on_the_cpu_no_direction_is_needed() -> None:
+    src, dst = blocks(2), torch.zeros(30, dtype=torch.uint8)
+    assert swap_blocks_batch([src.data_ptr()], [dst.data_ptr()], [30], device="cpu").done()
+    assert torch.equal(dst, src.reshape(-1))
+
+
+def test_b12_an_empty_batch_is_a_completed_no_op() -> None:
+    assert swap_blocks_batch([], [], [], device="cpu").done()
+    assert swap_blocks_batch([1, 2], [3, 4], [0, 0], device="cpu").wait(0)
+    backend = simulated("sim-uint64")
+    assert swap_blocks_batch([1], [2], [0], direction="d2h", backend=backend).done()
+    assert sim_of(backend).stats()["submits"] == 0
+
+
+def test_b12_a_first_size_of_zero_is_left_out() -> None:
+    src, dst = blocks(2), torch.zeros(30, dtype=torch.uint8)
+    swap_blocks_batch([0, src.data_ptr()], [0, dst.data_ptr()], [0, 30], device="cpu")
+    assert torch.equal(dst, src.reshape(-1))
+
+
+def test_b12_the_direction_is_stated_and_never_guessed() -> None:
+    backend = simulated("sim-uint64")
+    with pytest.raises(ConfigError, match="give direction"):
+        swap_blocks_batch([16], [16], [1], backend=backend)
+    with pytest.raises(ConfigError, match="neither"):
+        swap_blocks_batch([16], [16], [1], direction="up", backend=backend)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (([1, 2], [1, 2], [1]), "of one length"),
+        (([[1]], [[1]], [[1]]), "1-D"),
+        ((5, 6, 7), "1-D|iterable|addresses"),
+        (([1], [1], [-1]), "-1"),
+        (([1], [1], torch.tensor([-1])), "never negative"),
+        (([1.5], [1], [1]), "1.5"),
+        (([2**64 - 1], [0], [2]), r"past 2\*\*64"),
+        (([0], [2**64 - 8], [9]), r"past 2\*\*64"),
+    ],
+)
+def test_tables_that_are_no_descriptors_are_refused_by_our_own_error(rows: tuple[Any, Any, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        swap_blocks_batch(*rows, device="cpu")
+    assert type(caught.value).__module__ == "ecoffload.errors"
