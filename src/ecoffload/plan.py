@@ -41,8 +41,8 @@ class Plan(NamedTuple):
     """Work for every worker of one engine instance. Numbers count up by kind within the instance, from 1.
 
     ``era`` is the region's when the plan was made: who has entered a later one must not carry it out any more, for its
-    saves count as lost. ``saved`` and ``loaded`` are the numbers just before this plan's: where a worker that joins late begins. Never
-    empty in the sense of ``bool()``: engines drop messages that are false.
+    saves count as lost. ``saved`` and ``loaded`` are the numbers just before this plan's: where a worker that joins
+    late begins. Never empty in the sense of ``bool()``: engines drop messages that are false.
     """
 
     version: int

@@ -239,6 +239,37 @@ class OffloadScheduler:
         """Whether saves are planned or in flight (checksums included)."""
         return bool(self._saving or (self._checksums is not None and self._checksums.waiting))
 
+    def unsettled(self) -> int:
+        """Transfers planned or in flight, checksums of their saves included; entries of an earlier process that are
+        still being verified are not counted: nothing waits for those."""
+        waiting = 0 if self._checksums is None else self._checksums.waiting - len(self._verifying)
+        return len(self._saving) + len(self._loading) + waiting
+
+    def settled(self) -> tuple[int, int]:
+        """Highest save and load number up to which everything that was handed over is settled."""
+        return (
+            self._saving[0][0] - 1 if self._saving else self._taken[0],
+            self._loading[0][0] - 1 if self._loading else self._taken[1],
+        )
+
+    def counters(self) -> dict[str, int]:
+        """The counts of :meth:`stats` that cost nothing to read: for a caller that asks at every step."""
+        index = self.index
+        return {
+            "saves": self._n_saves,
+            "saves_failed": self._saves_failed,
+            "saves_refused_too_large": index.refused_too_large,
+            "saves_refused_no_room": index.refused_no_room,
+            "bytes_saved": self._bytes_saved,
+            "loads": self._n_loads,
+            "loads_failed": self._loads_failed,
+            "bytes_loaded": self._bytes_loaded,
+            "evictions": index.evictions,
+            "evicted_bytes": index.evicted_bytes,
+            "invalidated": self._invalidated,
+            "workers_lost": self._workers_lost,
+        }
+
     def poll(self) -> bool:
         """Read completion from the region and settle what has ended; True if anything did. Never blocks."""
         checked = self._checksums is not None and self._take_checksums(self._checksums)
@@ -305,6 +336,8 @@ class OffloadScheduler:
                 saves.add(failure.number)
             elif failure.kind == "load":
                 loads.add(failure.number)
+            elif failure.kind == "saves-lost":
+                saves.update(number for number, _ in self._saving if number <= failure.number)
             elif failure.kind == "saves-through":
                 # More failed than a slot remembers. The forgotten ones may lie beyond its finished number as well.
                 saves.update(number for number, _ in self._saving if number <= self._taken[0])

@@ -31,6 +31,7 @@ _CLAIM, _RANK, _INSTANCE, _PID, _SAVED, _LOADED, _FAILED, _SINCE = range(8)
 _RING = 16
 RING = _SLOT_WORDS - _RING  # failures that a slot remembers
 _LOAD_BIT = 1 << 63
+_LOST_BIT = 1 << 62
 _NUMBER = _LOAD_BIT - 1
 _NEVER = 1 << 64  # above every word
 _PROBE_SECONDS = 0.05  # how late a death may be noticed; a probe is one system call a slot
@@ -38,10 +39,11 @@ _PROBE_SECONDS = 0.05  # how late a death may be noticed; a probe is one system 
 
 class Failure(NamedTuple):
     """One failed save or load. A kind of "saves-through" or "loads-through" tells that the ring has overflowed: every
-    save (load) of this rank that was not settled before, up to and including `number`, may have failed."""
+    save (load) of this rank that was not settled before, up to and including `number`, may have failed. "saves-lost"
+    says so of saves alone, and exactly: the worker was never told of them."""
 
     rank: int
-    kind: Literal["save", "load", "saves-through", "loads-through"]
+    kind: Literal["save", "load", "saves-through", "loads-through", "saves-lost"]
     number: int
 
 
@@ -117,6 +119,10 @@ class WorkerSlot:
         """Load `number` failed. Call it before `finish_load` passes `number`."""
         self._fail(number | _LOAD_BIT)
 
+    def lose_saves(self, number: int) -> None:
+        """No save up to `number` that is not settled yet will be made. Call it before `finish_save` passes `number`."""
+        self._fail(number | _LOST_BIT)
+
     def _fail(self, word: int) -> None:
         words = self._words
         count = words[self._at + _FAILED]
@@ -167,6 +173,12 @@ class SlotTable:
     def held(self, index: int) -> bool:
         """Whether a live process holds the slot."""
         return lock_is_held(self.fd, *self.range_of(index))
+
+    def ranks(self) -> frozenset[int]:
+        """Ranks whose slots live workers hold, of whatever instance."""
+        words = self.words
+        claimed = [index for index in range(self.count) if words[self.word_of(index) + _CLAIM]]
+        return frozenset(words[self.word_of(index) + _RANK] for index in claimed if self.held(index))
 
     def claim(self, rank: int, instance: int) -> WorkerSlot:
         """Take a free slot for `rank`. Raises RegionError if every slot is held by a live worker.
@@ -404,6 +416,9 @@ class SlotBoard:
             found += [Failure(seen.rank, "saves-through", saved), Failure(seen.rank, "loads-through", loaded)]
         for at in range(max(0, fresh - RING), fresh):
             word = words[seen.at + _RING + (seen.taken + at) % RING]
-            found.append(Failure(seen.rank, "load" if word & _LOAD_BIT else "save", word & _NUMBER))
+            if word & _LOST_BIT:
+                found.append(Failure(seen.rank, "saves-lost", word & (_LOST_BIT - 1)))
+            else:
+                found.append(Failure(seen.rank, "load" if word & _LOAD_BIT else "save", word & _NUMBER))
         seen.taken = count
         return found

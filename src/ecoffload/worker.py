@@ -233,9 +233,11 @@ class OffloadWorker:
         """Plans before this one never came here (this worker is new, or a message was lost): nobody makes their saves
         any more, so none of them may count as finished well."""
         slot = self._slot
-        if self._saver:
-            # One more than a slot remembers is enough to put all in doubt.
-            for number in range(max(self._last_save + 1, plan.saved - RING), plan.saved + 1):
+        missed = range(self._last_save + 1, plan.saved + 1)
+        if self._saver and len(missed) > RING // 4:
+            slot.lose_saves(plan.saved)  # one word: an overflow would put the loads in doubt as well
+        elif self._saver:
+            for number in missed:
                 slot.fail_save(number)
         self._last_save, self._last_load = plan.saved, plan.loaded
         self._saves.append(_Flight("save", plan.saved, [], Completed(), None))

@@ -291,6 +291,15 @@ def test_a_ring_that_overflowed_says_that_all_may_have_failed(region: HostRegion
     assert region.take_failures() == []
 
 
+def test_any_number_of_lost_saves_is_told_in_one_word_and_puts_no_load_in_doubt(region: HostRegion) -> None:
+    slot = region.claim_slot(0)
+    slot.fail_load(3)
+    slot.lose_saves(10**6)
+    slot.finish_save(10**6)
+    region.progress(1)
+    assert region.take_failures() == [Failure(0, "load", 3), Failure(0, "saves-lost", 10**6)]
+
+
 def test_slots_run_out_with_the_number_to_ask_for(shm: Path) -> None:
     with open_region(shm, slots=2) as region:
         held = [region.claim_slot(0), region.claim_slot(1)]
