@@ -1,13 +1,14 @@
 # Every target makes or reuses the environment it needs; a fresh machine needs Python 3.11+ and make, nothing else.
 PYTHON ?= python3
 BENCH  ?= extents cpu_copies put_get registry region
+SOAK_MINUTES ?= 30
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e
+.PHONY: help demo test soak lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -25,6 +26,9 @@ demo: $(STAMP) ## encode, offload, reload and verify photographs on the CPU (abo
 test: $(STAMP) ## lint, types and the test suite on CPU torch
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q
+
+soak: $(STAMP) ## kill an engine's processes at random for SOAK_MINUTES (30); the last line must end in zeros
+	$(BIN)/python -W error tests/soak/killing.py --minutes $(SOAK_MINUTES)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
