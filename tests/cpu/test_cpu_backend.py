@@ -82,8 +82,8 @@ def test_an_event_orders_one_stream_behind_another(backend: CpuBackend) -> None:
     ops = backend.ops
     first, second = ops.stream(), ops.stream()
     ops.delay(first, 40)
-    middle, dst = filled(0), filled(0)
-    copy(backend, filled(7), middle, first)
+    src, middle, dst = filled(7), filled(0), filled(0)
+    copy(backend, src, middle, first)
     event = ops.event()
     ops.record(event, first)
     assert not ops.query(event)
@@ -118,8 +118,8 @@ def test_a_stream_blocked_on_a_completion_waits_for_it_and_the_host_does_not(bac
 def test_the_caller_blocked_on_a_completion_waits_for_it(backend: CpuBackend) -> None:
     stream = backend.ops.stream()
     backend.ops.delay(stream, 30)
-    dst = filled(0)
-    copy(backend, filled(7), dst, stream).block(CALLER)
+    src, dst = filled(7), filled(0)
+    copy(backend, src, dst, stream).block(CALLER)
     assert (dst == 7).all()
 
 
