@@ -1,0 +1,67 @@
+"""Writes the pages that are made from the code: reference/cli.md and decisions/index.md.
+
+Run it after changing a command or adding a decision; a test fails if a page is not what it would write.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from ecoffload.cli.app import app
+
+DOCS = Path(__file__).parent
+
+
+def cli() -> str:
+    """Every command with its text, arguments and options."""
+    parts = [
+        "# Command line",
+        "",
+        "JSON goes to stdout and nothing else does then; progress, warnings and errors go to stderr.",
+        "",
+        "| exit code | meaning |",
+        "|---|---|",
+        "| 0 | ok (`backends`: whatever it lists) |",
+        "| 1 | a check failed |",
+        "| 2 | bad input: an unknown option or backend, a bad value, a file that cannot be read |",
+        "| 3 | what was asked for is unavailable: a device, a driver, an extra, memory |",
+        "",
+        '`pip install "ecoffload[cli]"`; plots need `ecoffload[plot]`, the demo `ecoffload[demo]`.',
+    ]
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        text, _, example = (command.help or "").rpartition("Example: ")
+        parts += ["", f"## ecoffload {name}", "", *text.strip().splitlines(), "", f"    {example.strip()}", ""]
+        parts += ["| argument or option | default | |", "|---|---|---|"]
+        for option in command.params:
+            if option.name != "help":
+                parts.append(_row(option))
+    return "\n".join(parts) + "\n"
+
+
+def _row(option: Any) -> str:
+    is_option = option.param_type_name == "option"
+    name = ", ".join(option.opts) if is_option else str(option.metavar or option.name).upper()
+    value = "" if getattr(option, "is_flag", False) or not is_option else f" {option.metavar or 'VALUE'}"
+    default = "" if option.default in (None, False, [], ()) or option.required else f"`{option.default}`"
+    return f"| `{name}{value}` | {default} | {getattr(option, 'help', None) or ''} |"
+
+
+def decisions() -> str:
+    """Every decision by its title."""
+    lines = ["# Decisions", "", "What was decided, what else was considered, and why not.", ""]
+    for path in sorted((DOCS / "decisions").glob("*.md")):
+        if path.name != "index.md":
+            title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+            lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"reference/cli.md": cli, "decisions/index.md": decisions}
+
+if __name__ == "__main__":
+    for page, text in PAGES.items():
+        (DOCS / page).write_text(text(), encoding="utf-8")
