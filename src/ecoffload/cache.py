@@ -5,6 +5,7 @@ One lock guards scheduler and worker; no lock is held while an encoder runs or w
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 
 from ecoffload.checksums import checksum_of
 from ecoffload.dtypes import dtype_name
-from ecoffload.errors import CacheClosed, ConfigError
+from ecoffload.errors import CacheClosed, ConfigError, DeviceLost
 from ecoffload.region import HostRegion
 from ecoffload.registry import get_backend
 from ecoffload.scheduler import OffloadScheduler
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ecoffload.backend import SwapBackend
 
 __all__ = ["CacheStats", "EncoderCache"]
+
+_log = logging.getLogger("ecoffload.cache")
 
 MAX_KEY = 256
 DEFAULT_GRANULE = 4096
@@ -181,6 +184,14 @@ class EncoderCache:
             scheduler, worker = self._scheduler, self._worker
             if scheduler.known(name):
                 return True
+            if copy and not self._backend.ops.host_ordered:
+                try:  # before anything is planned: the device may have no room for it
+                    tensor = self._backend.ops.clone(tensor)
+                except DeviceLost:
+                    raise
+                except Exception as exc:
+                    _log.warning("key %r is not kept: staging it on the device failed: %s", name, exc)
+                    return False
             op = scheduler.plan_save(
                 name,
                 tensor.numel() * tensor.element_size(),
@@ -190,12 +201,12 @@ class EncoderCache:
             )
             if op is None:
                 return False
-            plan = scheduler.take_plan()
             try:
-                if copy and not self._backend.ops.host_ordered:
-                    tensor = self._backend.ops.clone(tensor)
-                worker.save(name, tensor, plan)
+                worker.save(name, tensor, scheduler.take_plan())
                 worker.flush()
+            except BaseException:
+                self._give_up()
+                raise
             finally:
                 scheduler.poll()
             return scheduler.known(name)
@@ -234,6 +245,9 @@ class EncoderCache:
                             scheduler.index.drop(entry)
             try:
                 return self._worker.load(scheduler.take_plan())
+            except BaseException:
+                self._give_up()
+                raise
             finally:
                 scheduler.poll()
 
@@ -387,11 +401,16 @@ class EncoderCache:
 
     def _poll(self) -> None:
         worker, scheduler = self._worker, self._scheduler
-        if scheduler.has_pending():
-            try:
-                worker.poll()
-            finally:
+        try:
+            worker.poll()
+        finally:
+            if scheduler.has_pending():
                 scheduler.poll()
+
+    def _give_up(self) -> None:
+        """What was planned and has not reached the worker has failed: an empty plan behind it makes the worker say so,
+        and does nothing else."""
+        self._worker.load(self._scheduler.take_plan())
 
     def _tensor(self, tensor: torch.Tensor, what: str = "put takes") -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):

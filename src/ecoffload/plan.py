@@ -27,7 +27,10 @@ class SaveOp(NamedTuple):
 
 
 class LoadOp(NamedTuple):
-    """Read the entry of ``key`` from ``extents`` into a tensor of its own."""
+    """Read the entry of ``key`` from ``extents`` into a tensor of its own.
+
+    ``in_flight``: its save had not landed when this was planned, so only a worker that is at that save may load it.
+    """
 
     number: int
     key: bytes
@@ -35,6 +38,7 @@ class LoadOp(NamedTuple):
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    in_flight: bool = False
 
 
 class Plan(NamedTuple):

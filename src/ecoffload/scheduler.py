@@ -183,7 +183,8 @@ class OffloadScheduler:
         index.pin(entry)
         index.touch(entry)
         self._load_number = number = self._load_number + 1
-        op = LoadOp(number, key, entry.extents, entry.nbytes, entry.dtype, entry.shape)
+        in_flight = entry.write != "ended"
+        op = LoadOp(number, key, entry.extents, entry.nbytes, entry.dtype, entry.shape, in_flight)
         self._loads.append(op)
         self._loading.append((number, entry))
         return op

@@ -17,6 +17,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ecoffload.backend import D2H, H2D, Completed, Completion, Registration, SwapBackend
@@ -409,7 +410,8 @@ class OffloadWorker:
         good: list[LoadOp] = []
         specs: list[tuple[tuple[int, ...], torch.dtype, int]] = []
         for op in {op.key: op for op in plan.loads}.values():  # a key that is asked for twice is loaded once
-            spec = self._spec(op)
+            # Not landed and not in flight here: it never will, and its extents hold what was there before.
+            spec = None if op.in_flight and op.key not in self._writing else self._spec(op)
             if spec is None:
                 slot.fail_load(op.number)
             else:
@@ -596,7 +598,9 @@ class OffloadWorker:
         earlier one failed. The backend stays open: it serves the whole process."""
         if self._closed:
             return
-        for step in (self.flush, self.synchronize):
+        streams = [partial(self._ops.synchronize, each) for each in (self._save_stream, self._load_stream)]
+        # The streams as well: a copy whose end could not be asked may still be at the memory that is unmapped next.
+        for step in (self.flush, self.synchronize, *streams):
             try:
                 step()
             except Exception as exc:  # the next step has to run all the same

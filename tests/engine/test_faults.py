@@ -524,3 +524,16 @@ def test_c9_close_waits_for_a_copy_whose_end_could_not_be_asked(engine: Start, d
     each.worker.close()
     assert op is not None
     assert b"".join(bytes(view) for view in e.region.view(op.extents)) == e.truth[b"a"]
+
+
+def test_a_load_behind_a_save_that_is_not_in_flight_here_is_a_miss(engine: Start) -> None:
+    """The plan of the save was lost: what lies in its extents is somebody else's."""
+    e = engine()
+    e.plan_save(b"a")
+    e.take()
+    assert e.scheduler.plan_load(b"a", in_flight=True)
+    loaded = e.step()
+    e.settle()
+    assert loaded == [{}]
+    assert not e.scheduler.known(b"a")
+    e.assert_works()

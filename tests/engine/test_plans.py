@@ -44,7 +44,7 @@ def test_a_plan_is_plain_data(engine: Start) -> None:
     def plain(value: Any) -> bool:
         if isinstance(value, tuple):
             return all(plain(each) for each in value)
-        return type(value) in (int, str, bytes)
+        return type(value) in (int, str, bytes, bool)
 
     assert plain(plan)
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -1,0 +1,116 @@
+"""What goes wrong under a cache: what was promised is there, what failed is a miss, and the next call works.
+
+On simulated devices, one of its own for each test; a region of a few pages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ecoffload import EncoderCache
+from ecoffload.backend import SwapBackend
+from ecoffload.testing.devices import SimBackend, sim_of, simulated
+
+SIZE = 4096
+SHM = Path(os.environ.get("ECOFFLOAD_TEST_SHM", "/dev/shm"))
+
+
+class Rig:
+    """A cache on a device of its own."""
+
+    def __init__(self, device: str | SwapBackend = "sim-int64", capacity: str = "256KiB", **options: Any) -> None:
+        self.backend = simulated(device) if isinstance(device, str) else device
+        self.sim: SimBackend = sim_of(self.backend)
+        self.ops = self.backend.ops
+        self.cache = EncoderCache(capacity, backend=self.backend, directory=SHM, **options)
+
+    def tensor(self, value: int, nbytes: int = SIZE) -> torch.Tensor:
+        return self.ops.empty(nbytes).fill_(value)
+
+    def saved(self, key: str, value: int) -> None:
+        assert self.cache.put(key, self.tensor(value))
+        assert self.cache.flush(10)
+        assert self.cache.contains(key)
+
+    def read(self, tensor: torch.Tensor | None) -> int | None:
+        """The one value that all of its bytes have, once everything has landed; None for no tensor."""
+        if tensor is None:
+            return None
+        self.ops.synchronize()
+        values = set(tensor.tolist())
+        assert len(values) == 1
+        return int(values.pop())
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*args: Any, **options: Any) -> Rig:
+        made.append(Rig(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.cache.close()
+        each.backend.close()
+
+
+def out_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("the device is full")
+
+
+# --- a save that was planned and never came
+
+
+def test_a_put_that_finds_no_memory_for_its_copy_keeps_nothing_and_may_be_repeated(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(r.ops, "clone", out_of_memory)
+        assert not r.cache.put("k", r.tensor(7), copy=True)
+    assert r.cache.get("k") is None
+    assert r.cache.put("k", r.tensor(7))
+    assert r.cache.flush(10)
+    assert r.read(r.cache.get("k")) == 7
+
+
+def test_a_plan_that_never_reached_the_worker_is_a_miss_and_its_key_may_be_put_again(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(r.cache._worker, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            r.cache.put("k", r.tensor(7))
+    assert len(r.cache) == 0
+    assert r.cache.get("k") is None
+    assert r.cache.flush(10)
+    r.saved("k", 7)
+    assert r.read(r.cache.get("k")) == 7
+
+
+def test_a_failure_that_is_told_late_does_not_take_the_put_that_tells_it_along(rig: Callable[..., Rig]) -> None:
+    r = rig("sim-int64")
+    r.saved("a", 3)
+    r.backend.inject_fault("late")  # type: ignore[attr-defined]
+    broken = r.cache.get("a")
+    assert broken is not None
+    r.ops.synchronize()
+    r.cache._worker.synchronize()  # noticed, not yet told
+    r.cache._scheduler.poll()
+    with pytest.raises(Exception, match="1 loads failed"):
+        r.cache.put("k", r.tensor(7))
+    assert not r.cache.contains("k")
+    r.saved("k", 7)
