@@ -32,9 +32,9 @@ def submit_batch(
 
     Every range is checked first; None says that nothing is known of that side, and ``checked`` that the caller computed
     each descriptor inside ranges that it knows, so that a second look would only cost time. An empty batch completes at
-    once. ``keep`` is held until the completion has ended or is dropped. Raises :class:`DescriptorError` before anything
-    is enqueued, or :class:`SwapFailed` with the global index; after the latter, what was enqueued before is unknown, so
-    the call has waited for it before it gave the descriptors back.
+    once. ``keep`` is held until the swap has ended, also if its completion is dropped. Raises :class:`DescriptorError`
+    before anything is enqueued, or :class:`SwapFailed` with the global index; after the latter, what was enqueued
+    before is unknown, so the call has waited for it before it gave the descriptors back.
     """
     if not checked:
         try:
@@ -68,10 +68,10 @@ def submit_batch(
             index=None,
         ) from exc
     capabilities = backend.spec.capabilities
-    if capabilities.snapshots_descriptors and capabilities.submission == "async":
+    if capabilities.snapshots_descriptors and capabilities.submission == "async" and keep is None:
         # A blocking backend consumes them in its submit as well, but that runs later, on a thread of the core.
         batch.release()
-        return parts[0] if len(parts) == 1 and keep is None else _All(parts, None, keep)
+        return parts[0] if len(parts) == 1 else _All(parts, None, None)
     return _All(parts, batch, keep)
 
 
@@ -141,14 +141,15 @@ class _All(Completion):
             part.block(stream)
 
     def __del__(self) -> None:
-        # Dropped without a look: the copies may still read the arrays, so the pool keeps them until they have ended.
+        # Dropped without a look: the copies may still read the arrays, and what they copy, so the pool keeps both until
+        # they have ended.
         batch = getattr(self, "_batch", None)
         if batch is not None:
-            batch.abandon(partial(_ended, self._parts))
+            batch.abandon(partial(_ended, self._parts, self._keep))
 
 
-def _ended(parts: list[Completion]) -> bool:
-    """Whether all of ``parts`` have ended, well or badly."""
+def _ended(parts: list[Completion], keep: Any) -> bool:
+    """Whether all of ``parts`` have ended, well or badly; ``keep`` lives as long as the question."""
     for part in parts:
         try:
             if not part.done():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -202,3 +204,20 @@ def test_tables_that_are_no_descriptors_are_refused_by_our_own_error(rows: tuple
     with pytest.raises(ValueError, match=words) as caught:
         swap_blocks_batch(*rows, device="cpu")
     assert type(caught.value).__module__ == "ecoffload.errors"
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_tensors_live_until_their_swap_has_ended_also_if_its_completion_is_dropped(name: str) -> None:
+    backend = simulated(name)
+    sim_of(backend).device.latency = 0.1
+    src, there = blocks(4), on(backend, blocks(4, 1))
+    alive = weakref.ref(src)
+    swap_blocks(src, there, [(0, 0)], backend=backend)
+    del src
+    gc.collect()
+    assert alive() is not None
+    backend.ops.synchronize()
+    sim_of(backend).device.latency = 0
+    swap_blocks(there, blocks(4), [(0, 0)], backend=backend).wait()  # the next swap on the queue: the first has ended
+    swaps._pool.lease().release()  # looks after what was given up
+    assert alive() is None
