@@ -39,29 +39,29 @@ def submit_batch(
     if not checked:
         try:
             batch.check(sources, destinations)
-        except Exception:
+        except BaseException:
             batch.release()
             raise
     if batch.count == 0:
         batch.release()
         return Completed()
-    limits = backend.limits(direction)
-    most = 1 if backend.per_copy else limits.max_descriptors
-    if limits.max_bytes is None and (most is None or batch.count <= most):
-        views: Any = (batch,)
-    else:
-        views = batch.split(most, limits.max_bytes)
     parts: list[Completion] = []
     try:
+        limits = backend.limits(direction)
+        most = 1 if backend.per_copy else limits.max_descriptors
+        if limits.max_bytes is None and (most is None or batch.count <= most):
+            views: Any = (batch,)
+        else:
+            views = batch.split(most, limits.max_bytes)
         for view in views:
             completion = backend.submit(view, direction, stream)
             if completion is not None:
                 parts.append(completion)
-    except Exception as exc:
+    except BaseException as exc:  # an interrupt as well: what was enqueued goes on, whoever looks
         count = batch.count
         _settle(backend, parts, stream, exc)
         batch.release()
-        if isinstance(exc, EcoffloadError):
+        if isinstance(exc, EcoffloadError) or not isinstance(exc, Exception):
             raise
         raise SwapFailed(
             f"backend {backend.spec.name!r} failed to submit a {direction} batch of {count} descriptors: {exc!r}",
@@ -75,7 +75,7 @@ def submit_batch(
     return _All(parts, batch, keep)
 
 
-def _settle(backend: SwapBackend, parts: list[Completion], stream: Any, failure: Exception) -> None:
+def _settle(backend: SwapBackend, parts: list[Completion], stream: Any, failure: BaseException) -> None:
     """After a failed submit: earlier parts may still be copying from arrays that are about to be lent again.
 
     A backend that refused before it enqueued anything says so (detail ``enqueued=False``): a stream that it refused
@@ -86,7 +86,8 @@ def _settle(backend: SwapBackend, parts: list[Completion], stream: Any, failure:
             part.wait()
         except Exception:  # it has ended, which is all that is asked here
             continue
-    if not backend.spec.capabilities.snapshots_descriptors and getattr(failure, "enqueued", True):
+    interrupted = not isinstance(failure, Exception)  # then the backend has not cleaned up after itself
+    if interrupted or (not backend.spec.capabilities.snapshots_descriptors and getattr(failure, "enqueued", True)):
         try:
             backend.ops.synchronize(stream)
         except Exception:  # the device's own report comes with the error that is being raised

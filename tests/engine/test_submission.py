@@ -18,7 +18,7 @@ from ecoffload.descriptors import AddressRanges, DescriptorPool
 from ecoffload.errors import DescriptorError, StaleBatch, SwapFailed
 from ecoffload.host_queue import BlockingBackend
 from ecoffload.submission import submit_batch
-from ecoffload.testing.devices import simulated
+from ecoffload.testing.devices import sim_of, simulated
 from ecoffload.testing.harness import DeviceUnderTest, random_bytes
 
 DEVICES = ["sim-int64", "sim-uint64", "sim-top"]
@@ -192,3 +192,38 @@ def test_a_blocking_backend_waits_for_the_stream_it_was_given() -> None:
     assert submit_batch(backend, batch, "h2d", stream).wait(30)
     assert (dst == 9).all()
     backend.close()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_an_interrupt_between_two_parts_waits_for_the_first_before_its_descriptors_are_lent_again(name: str) -> None:
+    device = DeviceUnderTest(simulated(name))
+    backend, submit, calls = device.backend, device.backend.submit, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return submit(*args)
+
+    backend.per_copy = True
+    backend.submit = interrupted  # type: ignore[method-assign]
+    sim_of(backend).device.latency = 0.05
+    with device.host(2 * SIZE, 0) as host:
+        tensor = device.tensor(2 * SIZE, random_bytes(2 * SIZE, 3))
+        base = device.address(tensor)
+        with pytest.raises(KeyboardInterrupt):
+            device.submit("d2h", [(base + i * SIZE, host.alias + i * SIZE, SIZE) for i in range(2)])
+        assert sim_of(backend)._counts["descriptors"] == 1, "the first part has ended"
+        assert device.pool.leased == 0
+
+
+def test_limits_that_cannot_be_asked_give_the_lease_back() -> None:
+    device = DeviceUnderTest(simulated("sim-int64"))
+
+    def gone(direction: Any) -> Any:
+        raise RuntimeError("no such device")
+
+    device.backend.limits = gone  # type: ignore[method-assign]
+    with pytest.raises(SwapFailed, match="no such device"):
+        device.submit("d2h", [(1, 2, 3)])
+    assert device.pool.leased == 0
