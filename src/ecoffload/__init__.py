@@ -101,6 +101,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test holds the two list
     )
     from ecoffload.backend import (
         Limits as Limits,
+    )
+    from ecoffload.backend import (
         PointerRange as PointerRange,
     )
     from ecoffload.backend import (
