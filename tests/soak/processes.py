@@ -249,7 +249,7 @@ class CopierDevice(SimInt64):
         self.device.latency = 0.002
         self._region = region
         self._pipe = pipe
-        self._era = region.era
+        self._era = -1  # the copier's; it may have come before its client
         self._batches = 0
         self._ended = 0
 
