@@ -205,6 +205,16 @@ class HostRegion:
         self._check()
         return not hostmem.lock_is_held(self._fd, layout.LIFE, 1)
 
+    def ranks(self) -> frozenset[int]:
+        """Ranks of live workers that hold a slot, whether or not they have heard of the scheduler yet."""
+        self._check()
+        return self._table.ranks()
+
+    def scheduled(self) -> bool:
+        """Whether another open region object, of this process or another, is its scheduler's."""
+        self._check()
+        return hostmem.lock_is_held(self._fd, layout.SCHEDULER, 1)
+
     # --- the worker's side ------------------------------------------------------------------------------------------
 
     def enter_era(self, era: int) -> None:

@@ -127,6 +127,11 @@ class OffloadWorker:
         self.bytes_saved = self.bytes_loaded = 0
         self.submits = 0
 
+    @property
+    def load_stream(self) -> Any:
+        """Where loads run, and what their tensors are allocated for."""
+        return self._load_stream
+
     # -- registration ------------------------------------------------------------------------------------------------
 
     def _register(self, policy: RegisterPolicy) -> None:
@@ -395,8 +400,8 @@ class OffloadWorker:
             if isinstance(exc, SwapFailed):
                 for op in plan.loads:
                     self._slot.fail_load(op.number)
+            # Published at the next poll: until then the caller may still read what it had promised by another way.
             self._loads.append(_Flight("load", last, [], Completed(), None))
-            self._settle()
             raise
         self._loads.append(flight)
         if self._host_ordered:
