@@ -29,7 +29,8 @@ _SLOT_WORDS = SLOT_BYTES // 8
 # Words of a slot. `claim` is 0 for a free slot, else the number of the claim, which only grows: the newest wins a rank.
 _CLAIM, _RANK, _INSTANCE, _PID, _SAVED, _LOADED, _FAILED, _SINCE = range(8)
 _RING = 16
-RING = _SLOT_WORDS - _RING  # failures that a slot remembers
+_CELLS = _SLOT_WORDS - _RING
+RING = _CELLS - 1  # failures that a slot remembers: the oldest cell may be half written anew
 _LOAD_BIT = 1 << 63
 _LOST_BIT = 1 << 62
 _NUMBER = _LOAD_BIT - 1
@@ -126,7 +127,7 @@ class WorkerSlot:
     def _fail(self, word: int) -> None:
         words = self._words
         count = words[self._at + _FAILED]
-        words[self._at + _RING + count % RING] = word
+        words[self._at + _RING + count % _CELLS] = word
         _order()
         words[self._at + _FAILED] = (count + 1) & _NUMBER
         _order()
@@ -409,13 +410,16 @@ class SlotBoard:
         count = words[seen.at + _FAILED]
         if count == seen.taken:
             return []
+        _order()
         fresh = (count - seen.taken) & _NUMBER
+        ring = [words[seen.at + _RING + (seen.taken + at) % _CELLS] for at in range(max(0, fresh - RING), fresh)]
+        _order()
         found = []
-        if fresh > RING:
+        # Asked again: the worker may have lapped this reader, over words that were taken here for older ones.
+        if (words[seen.at + _FAILED] - seen.taken) & _NUMBER > RING:
             saved, loaded = words[seen.at + _SAVED], words[seen.at + _LOADED]
             found += [Failure(seen.rank, "saves-through", saved), Failure(seen.rank, "loads-through", loaded)]
-        for at in range(max(0, fresh - RING), fresh):
-            word = words[seen.at + _RING + (seen.taken + at) % RING]
+        for word in ring:
             if word & _LOST_BIT:
                 found.append(Failure(seen.rank, "saves-lost", word & (_LOST_BIT - 1)))
             else:

@@ -475,3 +475,32 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_failure_that_is_overwritten_while_it_is_read_puts_all_in_doubt(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = region.claim_slot(0)
+    region.progress(1)
+    for number in range(1, RING + 1):
+        slot.fail_save(number)
+    slot.finish_save(RING + 100)
+    table = region._table
+    words, counted = table.words, slot._at + slots._FAILED
+
+    class Racing:
+        """The worker fails two more right after the reader has asked for the count."""
+
+        def __getitem__(self, index: int) -> int:
+            value = words[index]
+            if index == counted and value == RING:
+                slot.fail_save(RING + 1)
+                slot.fail_save(RING + 2)
+            return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "words", Racing())
+        first = region.take_failures()
+    assert Failure(0, "saves-through", RING + 100) in first
+    later = region.take_failures()
+    assert {each.number for each in later if each.kind == "save"} == {RING + 1, RING + 2}
