@@ -106,6 +106,7 @@ class EncoderCache:
       :meth:`HostRegion.open`. ``warm`` keeps entries over a restart, and implies checksums.
     * ``trust_uuids``: entries put with ``client_key=True`` may outlive the process as well.
     * ``granule``: allocation unit in bytes, a multiple of 256.
+    * ``ghost_stats``: watch reuse (under a microsecond a lookup), for ``ecoffload size --live``.
 
     Thread-safe. Not usable in a forked child (open one there). Raises :class:`ConfigError` for bad options,
     :class:`NoSpace` where host memory is too small, and what :func:`get_backend` raises.
@@ -128,6 +129,7 @@ class EncoderCache:
         reclaim_after: float = 3600.0,
         scrub_on_close: bool = False,
         granule: int = DEFAULT_GRANULE,
+        ghost_stats: bool = False,
     ) -> None:
         nbytes = parse_size(capacity, option="capacity")
         if isinstance(granule, bool) or not isinstance(granule, int) or granule < 256 or granule % 256:
@@ -160,7 +162,9 @@ class EncoderCache:
             scrub_on_close=scrub_on_close,
         )
         try:
-            self._scheduler = OffloadScheduler(self.region, policy=policy, checksum=self._checksum)
+            self._scheduler = OffloadScheduler(
+                self.region, policy=policy, checksum=self._checksum, ghost_stats=ghost_stats
+            )
             self._worker = OffloadWorker(self.region, backend, register=register)
         except BaseException:
             self.region.close()

@@ -8,9 +8,10 @@ its last reader has gone. With a journal, every change of owner is written there
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ecoffload.errors import RegionError
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from ecoffload.eviction import EvictionPolicy
     from ecoffload.extents import Extent, ExtentAllocator
     from ecoffload.journal import Journal
+    from ecoffload.sizing import ReuseTimes
 
 __all__ = ["Entry", "EntryIndex"]
+
+T = TypeVar("T")
 
 State = Literal["reserved", "writing", "ready", "pinned", "ended"]
 
@@ -45,6 +49,7 @@ class Entry:
         "pins",
         "quarantined",
         "shape",
+        "since",
         "write",
     )
 
@@ -58,6 +63,7 @@ class Entry:
         self.nbytes = nbytes
         self.dtype = dtype
         self.shape = shape
+        self.since = time.monotonic()
         self.cost: float = 1.0
         self.checksum: int | None = None
         self.handle: int | None = None
@@ -94,6 +100,8 @@ class EntryIndex:
         self._in_doubt: deque[tuple[int, Entry]] = deque()  # those of them that are kept aside, by era
         self._evictable = 0  # bytes of ready entries without readers
         self._generation = 0
+        self.reuse: ReuseTimes | None = None
+        """Ghost statistics, for whoever sets them: every use of an entry, and every save, which follows a miss."""
         self.evictions = 0
         self.evicted_bytes = 0
         self.refused_too_large = 0
@@ -146,6 +154,8 @@ class EntryIndex:
         """
         if key in self._entries:
             raise RegionError(f"key {key!r} has an entry already; drop it first", actual=key)
+        if self.reuse is not None:
+            self.reuse.use(key, nbytes)
         allocator = self._allocator
         if not allocator.fits(nbytes):
             self.refused_too_large += 1
@@ -160,9 +170,17 @@ class EntryIndex:
         entry = Entry(key, self._generation, extents, nbytes, dtype, shape)
         entry.cost = cost
         entry.durable = durable
-        if self._journal is not None:
+        journal = self._journal
+        if journal is not None:
+
+            def intent() -> int | None:
+                return journal.intent(key, entry.generation, extents, nbytes, dtype, shape)
+
             try:
-                entry.handle = self._journal.intent(key, entry.generation, extents, nbytes, dtype, shape)
+                entry.handle = intent()
+                if entry.handle is None:
+                    # Full of small entries: one has to go although there are bytes left, or none would ever come in.
+                    entry.handle = self._evict_until(intent)
             except BaseException:
                 allocator.free(extents)
                 raise
@@ -178,6 +196,10 @@ class EntryIndex:
         allocator = self._allocator
         if nbytes > allocator.free_bytes + self._evictable:
             return None
+        return self._evict_until(lambda: allocator.allocate(nbytes))
+
+    def _evict_until(self, attempt: Callable[[], T | None]) -> T | None:
+        """Evict, best victim first, until ``attempt`` gives something; None if nothing is left that may go."""
         for key in self._policy.victims():
             entry = self._entries[key]
             if entry.pins:
@@ -188,9 +210,9 @@ class EntryIndex:
             self._evictable -= entry.held_bytes
             self._unlist(entry)
             self._release(entry)
-            extents = allocator.allocate(nbytes)
-            if extents is not None:
-                return extents
+            found = attempt()
+            if found is not None:
+                return found
         return None
 
     def adopt(self, entry: Entry) -> None:
@@ -233,6 +255,8 @@ class EntryIndex:
 
     def touch(self, entry: Entry) -> None:
         """It was used."""
+        if self.reuse is not None:
+            self.reuse.use(entry.key, entry.nbytes)
         if entry.listed and entry.write == "ended":
             self._policy.touch(entry.key)
 

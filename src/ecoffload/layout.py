@@ -35,6 +35,7 @@ LAST_ERA = (1 << 40) - 1
 W_READY, W_OWNERLESS_SINCE, W_INSTANCE, W_EPOCH, W_BEGUN, W_OPENED, W_CLAIMS, W_ERA = range(256, 264)
 W_TAKEOVERS = 264  # eight times, in seconds, newest first
 TAKEOVERS = 8
+W_ACTIVITY = 288  # to the end of the page: what the scheduler tells the outside, see telemetry.py
 
 _FIXED = struct.Struct("<8sIIQQQQQQIIQQ32sI")
 _TEXT = 256  # where the namespace's text lies

@@ -24,7 +24,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -295,6 +295,11 @@ class HostRegion:
             self._words[layout.W_BEGUN] = 0
             self._board, self._scheduling = None, False
             hostmem.unlock(self._fd, layout.SCHEDULER, 1)
+
+    def publish(self, first: int, values: Sequence[int]) -> None:
+        """Write words of the header from word `first` on, for readers outside: see `telemetry`."""
+        for word, value in enumerate(values, start=first):
+            self._words[word] = value
 
     def progress(self, world: int) -> tuple[int, int]:
         """Highest save and load number that every live rank of 0..world-1 has finished; see `SlotBoard.progress`."""

@@ -18,6 +18,8 @@ from ecoffload.extents import ExtentAllocator
 from ecoffload.index import Entry, EntryIndex
 from ecoffload.plan import PLAN_VERSION, LoadOp, Plan, SaveOp
 from ecoffload.region import HostRegion
+from ecoffload.sizing import ReuseTimes
+from ecoffload.telemetry import Reporter
 
 __all__ = ["OffloadScheduler", "SchedulerStats"]
 
@@ -54,7 +56,8 @@ class OffloadScheduler:
 
     ``world`` is the number of workers, ranks 0 to world-1, that all carry out every plan. ``checksum``: entries become
     ready only once a checksum over their landed bytes was computed, on a thread of its own (always so in a warm
-    region, where the entries of an earlier process are verified before they are promised).
+    region, where the entries of an earlier process are verified before they are promised). ``ghost_stats``: remember
+    the keys that were asked for, so that ``ecoffload size --live`` can say how large the region should be.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class OffloadScheduler:
         world: int = 1,
         policy: str | EvictionPolicy[bytes] = "auto",
         checksum: bool = False,
+        ghost_stats: bool = False,
     ) -> None:
         self.region = region
         self.world = world
@@ -72,6 +76,8 @@ class OffloadScheduler:
             policy = make_policy(policy, capacity=region.capacity)
         allocator = ExtentAllocator(region.capacity, region.granule, edges=region.chunk_edges)
         self.index = EntryIndex(allocator, policy, region.journal)
+        if ghost_stats:
+            self.index.reuse = ReuseTimes()
         self._checksums = Checksums(region) if checksum or region.warm else None
         self._verifying: dict[Entry, int] = {}  # taken over, with the checksum that its journal record gives
         self.recovered = 0
@@ -93,6 +99,7 @@ class OffloadScheduler:
         self._invalidated = self._workers_lost = 0
 
         self._recover(allocator)
+        self._reporter = Reporter(region, self)
 
     def _recover(self, allocator: ExtentAllocator) -> None:
         """Take over what a journal tells: committed entries once they are verified, unfinished ones into quarantine."""
@@ -273,6 +280,7 @@ class OffloadScheduler:
 
     def poll(self) -> bool:
         """Read completion from the region and settle what has ended; True if anything did. Never blocks."""
+        self._reporter.tick()
         checked = self._checksums is not None and self._take_checksums(self._checksums)
         saving, loading = self._saving, self._loading
         if not saving and not loading:

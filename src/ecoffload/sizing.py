@@ -105,7 +105,8 @@ class ReuseTimes:
         self._old: dict[bytes, int] = {}
 
     def use(self, key: bytes, nbytes: int) -> None:
-        """A lookup of ``key``, whose entry has (or would have) ``nbytes`` bytes, more than none."""
+        """A lookup of ``key``, whose entry has (or would have) ``nbytes`` bytes; an empty one counts as one byte."""
+        nbytes = nbytes or 1
         self._lookups += 1
         self._clock = clock = self._clock + nbytes
         young = self._young

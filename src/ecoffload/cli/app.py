@@ -193,7 +193,13 @@ def replay(
 
 @app.command()
 def size(
-    trace: TracePath,
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="As for replay; or --live instead of a trace.")
+    ] = None,
+    live: Annotated[
+        str | None, typer.Option(metavar="ID", help="A region's id: from its engine's ghost statistics.")
+    ] = None,
+    directory: Annotated[Path, typer.Option(help="With --live: where regions lie.")] = Path("/dev/shm"),
     share: Annotated[float, typer.Option(help="Of what an infinite cache would reach, above 0 and at most 1.")] = 0.9,
     key_column: KeyColumn = None,
     tokens_column: TokensColumn = None,
@@ -203,15 +209,23 @@ def size(
     plot: Plot = None,
     json: AsJson = False,
 ) -> None:
-    """Say how large the cache should be: the miss-ratio curve of a trace, and a recommendation.
+    """Say how large the cache should be: the miss-ratio curve of a trace or a running engine, and a recommendation.
+
+    --live needs an engine that opened its cache with ghost_stats; else exit 3.
 
     Example: ecoffload size trace.csv.gz --share 0.95 --plot curve.png
     """
     with errors_end_here():
+        from ecoffload.cli import size as command
         from ecoffload.cli.replay import read
-        from ecoffload.cli.size import run
 
-        run(read(trace, key_column, tokens_column, bytes_column, token_bytes, rows), share, plot, json)
+        if (trace is None) == (live is None):
+            raise typer.BadParameter("give a TRACE, or --live ID, and not both")
+        if live is not None:
+            command.run_live(live, directory, share, plot, json)
+        elif trace is not None:
+            found = read(trace, key_column, tokens_column, bytes_column, token_bytes, rows)
+            command.run(found, share, plot, json)
 
 
 @app.command(name="new-backend")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.live import Live
 from rich.table import Table
@@ -17,6 +18,7 @@ from ecoffload.cli.output import print_json, stderr, stdout, table
 from ecoffload.errors import ConfigError
 from ecoffload.regions import RegionInfo, check_id, list_regions, reclaim
 from ecoffload.sizes import format_size
+from ecoffload.telemetry import Activity, activity
 
 
 def run(
@@ -34,27 +36,54 @@ def run(
         freed = sum(info.nbytes for info in gone)
         stderr.print(f"{len(gone)} regions unlinked, {format_size(freed)} given back")
         return
-    snapshots = _snapshots(directory, wanted, interval, count if watch else 1)
+    looks = _looks(directory, wanted, interval, count if watch else 1)
     if as_json:
-        for regions in snapshots:
-            print_json([asdict(info) for info in regions], indent=None if watch else 2)
+        for look in looks:
+            print_json([_document(*each) for each in look], indent=None if watch else 2)
     elif watch:
-        with Live(console=stdout, auto_refresh=False, transient=False) as live:
-            for regions in snapshots:
-                live.update(_table(regions), refresh=True)
+        before: dict[str, Activity] = {}
+        with Live(console=stdout, auto_refresh=False) as live:
+            for look in looks:
+                live.update(_activity_table(look, before), refresh=True)
+                before = {info.id: told for info, told in look if told is not None}
     else:
-        stdout.print(_table(next(snapshots)))
+        stdout.print(_table([info for info, _ in next(looks)]))
 
 
-def _snapshots(directory: Path, wanted: tuple[str, ...], interval: float, count: int) -> Iterator[list[RegionInfo]]:
-    """``count`` listings, 0: until interrupted."""
+Look = list[tuple[RegionInfo, Activity | None]]
+
+
+def _looks(directory: Path, wanted: tuple[str, ...], interval: float, count: int) -> Iterator[Look]:
+    """``count`` listings, 0: until interrupted; what its scheduler tells beside each region that is live."""
     taken = 0
     while True:
-        yield [info for info in list_regions(directory) if not wanted or info.id in wanted]
+        found = [info for info in list_regions(directory) if not wanted or info.id in wanted]
+        yield [(info, activity(directory, info.id) if info.live else None) for info in found]
         taken += 1
         if taken == count:
             return
         time.sleep(interval)
+
+
+def _document(info: RegionInfo, told: Activity | None) -> dict[str, Any]:
+    return asdict(info) | {"activity": told and told.asdict()}
+
+
+def _activity_table(look: Look, before: dict[str, Activity]) -> Table:
+    result = table(
+        "region", "state", "size", "in use", "entries", "hit %", "in MB/s", "out MB/s", "pins", "evicted", "oldest"
+    )
+    for info, told in look:
+        row = [info.id, info.state, format_size(info.nbytes)]
+        if told is not None:
+            last = before.get(info.id, told)
+            seconds = told.at - last.at
+            rates = (told.bytes_saved - last.bytes_saved, told.bytes_loaded - last.bytes_loaded)
+            row += [format_size(told.used_bytes), str(told.entries), f"{100 * told.hit_rate:.1f}"]
+            row += [f"{rate / seconds / 1e6:.1f}" if seconds > 0 else "0.0" for rate in rates]
+            row += [str(told.pinned_entries), str(told.evictions), _age(told.oldest)]
+        result.add_row(*row)
+    return result
 
 
 def _table(regions: list[RegionInfo]) -> Table:

@@ -1,4 +1,4 @@
-"""``ecoffload size``: how large the cache should be, from a trace."""
+"""``ecoffload size``: how large the cache should be, from a trace or from a running engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 from ecoffload.cli.output import print_json, progress_bar, stdout, table
 from ecoffload.cli.plots import check_plot, plot_curve
-from ecoffload.errors import ConfigError
+from ecoffload.errors import BackendUnavailable, ConfigError
+from ecoffload.regions import check_id
 from ecoffload.sizes import format_size
 from ecoffload.sizing import Curve, ReuseTimes
+from ecoffload.telemetry import activity
 from ecoffload.traces import Trace
 
 _SHARES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -25,6 +27,20 @@ def run(trace: Trace, share: float, plot: Path | None, as_json: bool) -> None:
             if not at % 4096:
                 advance(4096)
     show(trace.name, times.curve(), share, plot, as_json)
+
+
+def run_live(id: str, directory: Path, share: float, plot: Path | None, as_json: bool) -> None:
+    """From what the region's scheduler tells the outside."""
+    check_plot(plot)
+    told = activity(directory, check_id(id))
+    if told is None or told.curve is None:
+        raise BackendUnavailable(
+            f"region {id!r} in {directory} tells no ghost statistics: open its cache with ghost_stats=True, and "
+            "wait for its first lookups",
+            name=id,
+            reason="no ghost statistics",
+        )
+    show(id, told.curve, share, plot, as_json)
 
 
 def show(name: str, curve: Curve, share: float, plot: Path | None, as_json: bool) -> None:
