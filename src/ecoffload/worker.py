@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -108,6 +109,8 @@ class OffloadWorker:
             self._save_stream = ops.current_stream() if self._host_ordered else ops.stream()
             self._load_stream = self._save_stream if self._host_ordered else ops.stream()
             self._slot = region.claim_slot(rank)
+            self._dropped = weakref.finalize(self, region.keep_slot, self._slot)
+            self._dropped.atexit = False
         except BaseException:
             self._unregister()
             raise
@@ -346,7 +349,7 @@ class OffloadWorker:
 
     def _add_save(self, batch: Batch, op: SaveOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> str | None:
         source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
-        if not source.is_contiguous():
+        if not source.is_contiguous() or source.is_conj() or source.is_neg():  # the last two are not in its bytes
             source = self._ops.clone(source)
         filled = batch.count
         try:
@@ -612,4 +615,5 @@ class OffloadWorker:
                 _log.warning("closing: %s", exc)
         self._closed = True
         self._unregister()
+        self._dropped.detach()
         self._slot.release()
