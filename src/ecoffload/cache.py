@@ -244,9 +244,7 @@ class EncoderCache:
                 for op in planned:
                     entry = scheduler.index.lookup(op.key)
                     if entry is None or checksum_of(self.region, op.extents, op.nbytes) != entry.checksum:
-                        scheduler.cancel_load(op)
-                        if entry is not None:
-                            scheduler.index.drop(entry)
+                        scheduler.distrust(op)
             try:
                 return self._worker.load(scheduler.take_plan())
             except BaseException:
@@ -279,9 +277,10 @@ class EncoderCache:
                 )
             work.done.wait()
             if work.tensor is not None:
-                # Too large or no room: everybody who waited shares what was encoded.
-                if self.contains(name) or self._scheduler.known(name):
-                    continue
+                found = self._load([name]).get(name)
+                if found is not None:
+                    return found
+                # Too large, no room, or not verified yet: everybody who waited shares what was encoded.
                 ops = self._backend.ops
                 ops.wait(ops.current_stream(), work.event)
                 return work.tensor
@@ -433,8 +432,6 @@ class EncoderCache:
                 option="tensor",
                 value=str(tensor.device),
             )
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
         return tensor
 
 

@@ -208,6 +208,15 @@ class OffloadScheduler:
                 break
         return True
 
+    def distrust(self, op: LoadOp) -> None:
+        """Take back a planned load because the bytes in the region are not those that were saved: it is a miss."""
+        entry = self.index.lookup(op.key)
+        if self.cancel_load(op):
+            self._hits -= 1
+            self._misses += 1
+            if entry is not None:
+                self.index.drop(entry)
+
     def cancel_save(self, op: SaveOp) -> bool:
         """Take back a planned save that no worker has been told of; True if it was still there."""
         if op not in self._saves:
