@@ -217,6 +217,20 @@ def test_a_full_region_of_an_earlier_process_makes_room_as_any_other(shm: Path, 
         assert it._scheduler.stats().pinned_entries == 0
 
 
+def test_a_journal_full_of_small_entries_evicts_although_there_are_bytes_left(shm: Path) -> None:
+    with EncoderCache("8MiB", directory=shm, warm=True, namespace="small", id="s", granule=256) as it:
+        records = it.region.journal.capacity
+        for number in range(2 * records):
+            assert it.put(f"{number}", torch.full((8,), number)), f"{number} of {records} records"
+            it.flush()
+        stats = it._scheduler.stats()
+        assert stats.entries == records
+        assert stats.used_bytes < stats.capacity_bytes / 2
+        assert stats.evictions == records
+        assert torch.equal(it.get(f"{2 * records - 1}"), torch.full((8,), 2 * records - 1))
+        it._scheduler.index.check()
+
+
 def test_kept_regions_are_all_that_is_left(shm: Path, killed: Callable[..., None]) -> None:
     killed(put_three)
     assert os.listdir(shm) == ["ecoffload.x"]

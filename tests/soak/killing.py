@@ -277,7 +277,8 @@ class Killing:
         process = self.chance.choice([*self.alive.values()])
         os.kill(process.pid, signal.SIGSTOP)
         self.attend(0.15 * self.chance.random())
-        os.kill(process.pid, signal.SIGCONT)
+        if process in [*self.alive.values(), *self.late]:
+            os.kill(process.pid, signal.SIGCONT)
 
     def quieten(self) -> None:
         """Let everything in flight end; nothing may be held then."""
