@@ -30,6 +30,7 @@ from vllm.distributed.ec_transfer import ec_transfer_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -274,6 +275,7 @@ class Engine:
         # Before 0.33 a configuration for V2 is refused where Triton is missing, though nothing here compiles a kernel:
         # it is made for V1, and the scheduler, which asks again, is told V2.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        load_general_plugins()  # as every process of vLLM does first
         self.config = make_config(model, ranks=ranks, **config_options)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
         self.calls: list[tuple[str, str]] = []
@@ -388,8 +390,11 @@ class Engine:
         return self.steps - before
 
     def totals(self) -> Counter[str]:
-        """The connector's statistics as they reached vLLM's front end, summed (empty where vLLM has no such hook)."""
-        return sum((Counter(stats) for stats in self.stats), Counter())
+        """The connector's counters as they reached vLLM's front end, summed (empty where vLLM has no such hook)."""
+        counts: Counter[str] = Counter()
+        for stats in self.stats:
+            counts.update({name: value for name, value in stats.items() if isinstance(value, int)})
+        return counts
 
     def encodes(self, rank: int = 0) -> list[str]:
         """Identifiers that the encoder ran for, in order."""
