@@ -137,6 +137,7 @@ class HostRegion:
         self._gone: hostmem.Gone | None = None
         self._lock = threading.Lock()
         self._slots: weakref.WeakSet[WorkerSlot] = weakref.WeakSet()
+        self._orphans: list[WorkerSlot] = []  # of workers that were dropped unclosed
         self._board: SlotBoard | None = None
         self._journal: Journal | None = None
         self._scheduling = False
@@ -229,16 +230,29 @@ class HostRegion:
             self.era = era
 
     def claim_slot(self, rank: int) -> WorkerSlot:
-        """A slot for the worker `rank`. The newest claim of a rank counts; an older one is lost to the scheduler.
+        """A slot for the worker `rank`. The newest claim of a rank counts; an older one, of another mapping, is lost to
+        the scheduler, which waits for that mapping's end before it uses what the older one may be writing.
 
-        Raises RegionError if all slots are held by live workers.
+        Raises RegionError if all slots are held by live workers, or if this object holds one of that rank already.
         """
         self._check()
         if not 0 <= rank < 1 << 32:
             raise RegionError(f"rank is {rank}; it counts from 0", actual=rank)
+        if any(slot.rank == rank and slot.held for slot in list(self._slots)):
+            raise RegionError(
+                f"a worker of rank {rank} holds its slot of {self.path} in this process, and may be writing; "
+                "close that worker first (one that was dropped unclosed holds it until the region is closed)",
+                path=str(self.path),
+                actual=rank,
+            )
         slot = self._table.claim(rank, self._words[layout.W_INSTANCE])
         self._slots.add(slot)
         return slot
+
+    def keep_slot(self, slot: WorkerSlot) -> None:
+        """Keep the slot of a worker that was dropped unclosed: its copies may go on. It counts as dead when this region
+        is closed. Called from finalizers, so it takes no lock."""
+        self._orphans.append(slot)
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
@@ -280,14 +294,24 @@ class HostRegion:
         self._check()
         ended = self._words[layout.W_ERA] & layout.LAST_ERA
         self._words[layout.W_ERA] = ended + 1
-        self.enter_era(ended + 1)
+        if not self._has_worker():
+            self.enter_era(ended + 1)  # else that is the worker's to do, once it has nothing in flight
         return ended
 
+    @property
+    def latest_era(self) -> int:
+        """The era that was begun last, whether or not this object has entered it."""
+        return self._words[layout.W_ERA] & layout.LAST_ERA
+
     def outlived(self, era: int) -> bool:
-        """Whether every other process that knows of saves planned up to this era has entered a later one, or is gone:
-        then nobody is left who could still write what it was told then."""
+        """Whether everybody who knows of saves planned up to this era, this object included, has entered a later one or
+        is gone: then nobody is left who could still write what it was told then."""
         self._check()
-        return not hostmem.lock_is_held(self._fd, layout.ERAS, era + 1)
+        mine = self.era <= era and self._has_worker()
+        return not mine and not hostmem.lock_is_held(self._fd, layout.ERAS, era + 1)
+
+    def _has_worker(self) -> bool:
+        return any(slot.held for slot in list(self._slots))
 
     def end_instance(self) -> None:
         """Stop scheduling with nothing in flight: the next scheduler needs not fear this one's workers. Idempotent."""
@@ -348,7 +372,8 @@ class HostRegion:
                 return
             gone = hostmem.Gone(CacheClosed, f"the region {self.path} was closed")
             for slot in list(self._slots):
-                slot.release()
+                if slot not in self._orphans:
+                    slot.release()
                 slot.forget(gone)
             if self._scheduling:
                 hostmem.unlock(self._fd, layout.SCHEDULER, 1)

@@ -107,7 +107,7 @@ class OffloadScheduler:
         if journal is None or self._checksums is None:
             return
         scan = journal.records()
-        era = self.region.era - 1  # of whoever is left from an earlier scheduler
+        era = self.region.latest_era - 1  # of whoever is left from an earlier scheduler
         self.recovery_dropped = scan.dropped
         claimed = [record.extents for record in scan.records] + [pending.extents for pending in scan.pending]
         allocator.reserve(extent for extents in claimed for extent in extents)
@@ -246,7 +246,7 @@ class OffloadScheduler:
             self._loads = []
         self._taken = (self._save_number, self._load_number)
         region = self.region
-        return Plan(PLAN_VERSION, region.id, region.instance, region.era, saved, loaded, saves, loads)
+        return Plan(PLAN_VERSION, region.id, region.instance, region.latest_era, saved, loaded, saves, loads)
 
     def has_pending(self) -> bool:
         """Whether saves or loads are planned or in flight, so that ``poll`` has something to wait for."""

@@ -139,6 +139,11 @@ class WorkerSlot:
             self._table.touch()
             self.forget(Gone(RegionError, f"the slot of rank {self.rank} was released"))
 
+    @property
+    def held(self) -> bool:
+        """Whether this object still holds the slot's lock."""
+        return self._let_go.alive
+
     def forget(self, gone: Gone) -> None:
         """Let the lock go without a word to anybody, as a death does; `gone` answers every later call."""
         self._words = gone

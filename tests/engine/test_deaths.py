@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from engine_kit import GRANULE, Engine
 
 from ecoffload.errors import RegionError
+from ecoffload.region import HostRegion
 from ecoffload.scheduler import OffloadScheduler
+from ecoffload.testing.devices import sim_of, simulated
+from ecoffload.worker import OffloadWorker
 
 Start = Callable[..., Engine]
 pytestmark = pytest.mark.usefixtures("look_at_once")
@@ -153,3 +158,41 @@ def test_what_a_dead_scheduler_left_is_refused_while_its_workers_live(engine: St
         OffloadScheduler(other)
     other.close()
     e.settle()
+
+
+def test_a_worker_that_still_holds_its_rank_is_not_replaced_in_its_own_process(engine: Start) -> None:
+    e = engine()
+    first = e.workers[0]
+    with pytest.raises(RegionError, match="close that worker first"):
+        OffloadWorker(first.region, first.backend)
+    e.assert_works()
+
+
+def test_a_region_with_a_worker_of_its_own_enters_an_era_with_that_worker_only(shm: Path) -> None:
+    """Scheduler and worker share one mapping, as in a cache: what it may be writing is not outlived by a promise."""
+    with HostRegion.open(capacity=4 * GRANULE, granule=GRANULE, directory=shm) as region:
+        scheduler, backend = OffloadScheduler(region), simulated("sim-int64")
+        worker = OffloadWorker(region, backend)
+        sim_of(backend).device.latency = 0.05
+        scheduler.plan_save(b"a", GRANULE, "uint8", (GRANULE,))
+        plan = scheduler.take_plan()
+        worker.save(b"a", backend.ops.empty(GRANULE), plan)
+        worker.flush()
+        ended = region.begin_era()
+        assert not region.outlived(ended)
+        worker.load(scheduler.take_plan())
+        assert not worker.pending(), "it waited for what it was told in the era before"
+        assert region.outlived(ended)
+        worker.close()
+        scheduler.close()
+        backend.close()
+
+
+def test_a_worker_that_is_dropped_unclosed_keeps_its_rank(shm: Path) -> None:
+    with HostRegion.open(capacity=4 * GRANULE, granule=GRANULE, directory=shm) as region:
+        backend = simulated("sim-uint64")
+        OffloadWorker(region, backend, register="off")
+        gc.collect()
+        with pytest.raises(RegionError, match="dropped unclosed"):
+            OffloadWorker(region, backend, register="off")
+        backend.close()

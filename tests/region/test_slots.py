@@ -154,15 +154,36 @@ def test_a_restarted_worker_takes_its_rank_over_and_the_dead_one_is_handed_out_o
     assert region.dead_ranks(1) == frozenset()
 
 
-def test_a_second_living_claim_of_a_rank_makes_the_first_a_lost_one(region: HostRegion) -> None:
+def test_a_second_living_claim_of_a_rank_makes_the_first_a_lost_one(region: HostRegion, shm: Path) -> None:
     first = region.claim_slot(0)
     first.finish_save(5)
     assert region.progress(1) == (5, 0)
-    second = region.claim_slot(0)
-    assert region.take_lost() == [LostSlot(0, 5, 0)]
-    first.finish_save(100)
-    second.finish_save(6)
-    assert region.progress(1) == (6, 0)
+    with open_region(shm) as other:
+        second = other.claim_slot(0)
+        assert region.take_lost() == [LostSlot(0, 5, 0)]
+        first.finish_save(100)
+        second.finish_save(6)
+        assert region.progress(1) == (6, 0)
+
+
+def test_a_rank_is_not_claimed_twice_through_one_mapping(region: HostRegion) -> None:
+    first = region.claim_slot(0)
+    with pytest.raises(RegionError, match="close that worker first"):
+        region.claim_slot(0)
+    first.release()
+    assert region.claim_slot(0).rank == 0
+
+
+def test_the_slot_of_a_worker_that_was_dropped_is_kept_and_counts_as_dead_in_the_end(shm: Path) -> None:
+    with open_region(shm) as scheduler:
+        scheduler.begin_instance()
+        with open_region(shm) as region:
+            region.keep_slot(region.claim_slot(0))
+            assert scheduler.progress(1) == (0, 0)
+            assert scheduler.take_lost() == []
+            with pytest.raises(RegionError, match="dropped unclosed"):
+                region.claim_slot(0)
+        assert scheduler.take_lost() == [LostSlot(0, 0, 0)]
 
 
 def test_a_worker_that_came_and_died_between_two_looks_is_handed_out(
@@ -407,6 +428,7 @@ class Slots(RuleBasedStateMachine):
             capacity=65536, granule=4096, directory=os.environ.get("ECOFFLOAD_TEST_SHM", "/dev/shm")
         )
         self.region.begin_instance()
+        self.maps = [self.region]
         self.workers: dict[int, WorkerSlot] = {}
         self.numbers: dict[int, list[int]] = {}
         self.failed: list[tuple[int, str, int]] = []
@@ -414,14 +436,19 @@ class Slots(RuleBasedStateMachine):
         self.before = (0, 0)
 
     def teardown(self) -> None:
-        if hasattr(self, "region"):
-            self.region.close()
+        for each in getattr(self, "maps", ()):
+            each.close()
 
     @rule(rank=st.integers(0, 1))
     def claim(self, rank: int) -> None:
         if rank in self.workers:
             self.lost.append((rank, *self.numbers[rank]))
-        self.workers[rank] = self.region.claim_slot(rank)
+            self.maps.append(
+                HostRegion.open(
+                    self.region.id, capacity=65536, granule=4096, directory=self.region.path.parent, timeout=5.0
+                )
+            )
+        self.workers[rank] = self.maps[-1].claim_slot(rank)
         self.numbers[rank] = [0, 0]
 
     @precondition(lambda self: self.workers)
