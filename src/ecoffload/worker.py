@@ -430,22 +430,28 @@ class OffloadWorker:
         result: dict[bytes, torch.Tensor] = {}
         sent: list[LoadOp] = []
         after: list[_Flight] = []
-        for op, tensor in zip(good, tensors, strict=True):
-            filled = batch.count
-            try:
-                self._descriptors(batch, op, ops.address_of(tensor), to_host=False)
-            except DescriptorError as exc:
-                batch.count = filled
-                slot.fail_load(op.number)
-                _log.warning("the load of key %r is a miss: %s", op.key, exc)
-                continue
-            sent.append(op)
-            result[op.key] = tensor
-            if self._writing:
-                writer = self._writing.get(op.key)
-                if writer is not None and writer not in after:
-                    after.append(writer)
-                    writer.completion.block(self._load_stream)
+        try:
+            for op, tensor in zip(good, tensors, strict=True):
+                filled = batch.count
+                try:
+                    self._descriptors(batch, op, ops.address_of(tensor), to_host=False)
+                    if self._writing:
+                        writer = self._writing.get(op.key)
+                        if writer is not None and writer not in after:
+                            writer.completion.block(self._load_stream)  # on the host, perhaps: then it tells a failure
+                            after.append(writer)
+                except (DescriptorError, SwapFailed) as exc:
+                    if isinstance(exc, DeviceLost):
+                        raise
+                    batch.count = filled
+                    slot.fail_load(op.number)
+                    _log.warning("the load of key %r is a miss: %s", op.key, exc)
+                    continue
+                sent.append(op)
+                result[op.key] = tensor
+        except BaseException:
+            batch.release()
+            raise
         current = ops.current_stream()
         completion: Completion
         try:

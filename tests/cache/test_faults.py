@@ -15,7 +15,9 @@ import torch
 
 from ecoffload import EncoderCache
 from ecoffload.backend import SwapBackend
-from ecoffload.testing.devices import SimBackend, sim_of, simulated
+from ecoffload.host_queue import BlockingBackend
+from ecoffload.testing.declarations import DECLARED
+from ecoffload.testing.devices import SimBackend, SimOps, SimTop, sim_of, simulated
 
 SIZE = 4096
 SHM = Path(os.environ.get("ECOFFLOAD_TEST_SHM", "/dev/shm"))
@@ -114,3 +116,49 @@ def test_a_failure_that_is_told_late_does_not_take_the_put_that_tells_it_along(r
         r.cache.put("k", r.tensor(7))
     assert not r.cache.contains("k")
     r.saved("k", 7)
+
+
+# --- a device whose copies block and whose streams are its own
+
+
+class Stream:
+    """A stream that the core does not know: it can only be waited for on the host."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.queue, name)
+
+
+class StreamOps(SimOps):
+    def stream(self) -> Any:
+        return Stream(super().stream())
+
+    def current_stream(self) -> Any:
+        return Stream(super().current_stream())
+
+    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:
+        return super().empty(nbytes)
+
+
+def foreign_streams() -> SwapBackend:
+    inner = SimTop(DECLARED["sim-top"])
+    inner._ops = StreamOps(inner.device)
+    return BlockingBackend(inner)
+
+
+def test_a_get_behind_a_save_that_fails_gives_all_but_its_entry(rig: Callable[..., Rig]) -> None:
+    r = rig(foreign_streams())
+    r.saved("good", 3)
+    r.sim.device.latency = 0.05
+    r.sim.inject_fault("late")
+    assert r.cache.put("bad", r.tensor(4))
+    found = r.cache.get_many(["good", "bad"])
+    assert set(found) == {"good"}
+    assert r.read(found["good"]) == 3
+    assert r.cache.contains("good")
+    assert not r.cache.contains("bad")
+    assert r.cache.flush(10)
+    r.cache._worker._pool.lease().release()  # looks after what was given up
+    assert r.cache._worker._pool.leased == 0
