@@ -17,7 +17,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -612,9 +612,10 @@ class OffloadWorker:
         earlier one failed. The backend stays open: it serves the whole process."""
         if self._closed:
             return
-        streams = [partial(self._ops.synchronize, each) for each in (self._save_stream, self._load_stream)]
+        steps: list[Callable[[], object]] = [self.flush, self.synchronize]
         # The streams as well: a copy whose end could not be asked may still be at the memory that is unmapped next.
-        for step in (self.flush, self.synchronize, *streams):
+        steps += [partial(self._ops.synchronize, each) for each in (self._save_stream, self._load_stream)]
+        for step in steps:
             try:
                 step()
             except Exception as exc:  # the next step has to run all the same
