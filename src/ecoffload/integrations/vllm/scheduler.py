@@ -52,7 +52,7 @@ class SchedulerHalf:
             self.region.close()
             raise
         self._request: Any = None  # the one that vLLM looks at now
-        self._fresh = False  # whether completion was read in this step
+        self._fresh = False  # whether this step's first question was asked
         self._promised: dict[str, LoadOp] = {}
         self._confirmed: dict[str, LoadOp] = {}
         self._names: dict[bytes, str] = {}
@@ -98,8 +98,7 @@ class SchedulerHalf:
         if self.off or not self.setup.consumer:
             return identifier in self._promised
         if not self._fresh:
-            self._fresh = True
-            self._poll()
+            self._open_step()
         rows = self._rows(identifier)
         promised = self._promised.get(identifier)
         if promised is not None:
@@ -113,6 +112,13 @@ class SchedulerHalf:
             return False
         self._promised[identifier] = op
         return True
+
+    def _open_step(self) -> None:
+        """Before the first promise of a step: what has landed, and whether it is still wanted."""
+        self._fresh = True
+        self._poll()
+        if self._epoch_file is not None:
+            self._check_epoch()
 
     def _rows(self, identifier: str) -> int | None:
         """Rows that the request at hand wants of an input; None if it is not among its inputs."""
@@ -151,8 +157,7 @@ class SchedulerHalf:
         if self.off or not self.setup.producer:
             return
         if not self._fresh:
-            self._fresh = True
-            self._poll()
+            self._open_step()
         rows = int(feature.mm_position.get_num_embeds())
         dtype, width = self._output_of(feature.modality)
         nbytes = rows * width * dtype_of(dtype).itemsize
@@ -184,8 +189,6 @@ class SchedulerHalf:
             for identifier in [each for each in self._promised if each not in confirmed]:
                 engine.cancel_load(self._promised[identifier])
                 del self._promised[identifier]
-        if self._epoch_file is not None:
-            self._check_epoch()
         if not self._names:
             self._begin_step()
             return StepPlan()

@@ -198,7 +198,13 @@ class WorkerHalf:
 
     def _watch(self) -> None:
         """An idle engine calls no hook (V1), and its scheduler waits for the last transfers: a thread reports them."""
-        if self._moving.is_set() or not self.engine.pending():
+        if self.off or self._moving.is_set():
+            return
+        try:
+            if not self.engine.pending():
+                return
+        except Exception as error:
+            self.turn_off(error)
             return
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._report_between_steps, name="ecoffload-watch", daemon=True)
@@ -214,11 +220,13 @@ class WorkerHalf:
                     return
                 try:
                     self.engine.poll()
+                    left = self.engine.pending()
                 except SwapFailed as error:
-                    self._error = error
+                    self._error, left = error, True  # the others in flight are still to be reported
                 except Exception as error:
                     self._turn_off(error)
-                if not self.engine.pending():
+                    left = False
+                if not left:
                     self._moving.clear()
 
     # -- the end -----------------------------------------------------------------------------------------------------
