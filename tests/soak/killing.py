@@ -348,6 +348,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of victims and moments (drawn if not given)")
     parser.add_argument("--directory", default="/dev/shm", help="a tmpfs (/dev/shm)")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
     seed = random.randrange(1 << 32) if asked.seed is None else asked.seed
     directory = Path(tempfile.mkdtemp(prefix="ecoffload-killing-", dir=asked.directory))
     held = processes.descriptors()

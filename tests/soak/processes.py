@@ -13,6 +13,7 @@ import errno
 import os
 import pickle
 import random
+import signal
 import socket
 import struct
 import threading
@@ -38,7 +39,7 @@ from ecoffload.worker import OffloadWorker
 
 GRANULE = 4096
 CAPACITY = 4 << 20
-KEYS = 96
+KEYS = 160
 DEVICE_LOST = 3  # exit status of a worker whose copier was killed
 OPEN: dict[str, Any] = {
     "id": "killed",
@@ -288,8 +289,13 @@ class CopierDevice(SimInt64):
 
 
 def copier(line: Line, directory: Path, seed: int, pipe: socket.socket) -> None:
-    """Write into the region what comes through the pipe, slowly, to the last byte, whether or not anybody waits."""
+    """Write into the region what comes through the pipe, slowly, to the last byte, whether or not anybody waits.
+
+    What is left when the client has been killed is written late: others have had the time to use its extents by then,
+    if anybody lets them.
+    """
     chance = random.Random(seed)
+    alone = threading.Event()
     with HostRegion.open(directory=directory, **{**OPEN, "create": False}) as region:
         jobs: deque[tuple[int, int, bytes]] = deque()
         came = threading.Semaphore(0)
@@ -308,6 +314,7 @@ def copier(line: Line, directory: Path, seed: int, pipe: socket.socket) -> None:
                     came.release()
             except OSError:
                 pass
+            alone.set()
             came.release()
 
         threading.Thread(target=read, daemon=True).start()
@@ -320,6 +327,8 @@ def copier(line: Line, directory: Path, seed: int, pipe: socket.socket) -> None:
                 view = region.view([(offset, len(data))])[0]
                 step = chance.choice((1024, 4096, 16384, 1 << 20))
                 for at in range(0, len(data), step):
+                    if alone.is_set() and chance.random() < 0.3:
+                        time.sleep(chance.random() * 0.3)
                     if chance.random() < 0.2:
                         time.sleep(chance.random() * 0.004)
                     view[at : at + step] = data[at : at + step]
@@ -370,6 +379,7 @@ def run(main: Callable[..., None], line: Line, *args: Any) -> NoReturn:
     """In the forked child: do `main`, then end without a look back."""
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(1)
         main(line, *args)
         status = 0
