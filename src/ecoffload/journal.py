@@ -169,7 +169,8 @@ class Journal:
     def records(self) -> JournalScan:
         """Read and validate everything; drop what cannot be believed.
 
-        Of two records that claim the same bytes neither is believed; of two with one key the later generation is.
+        Of two records that claim the same bytes neither is believed; of two with one key the later generation is. Two
+        unfinished saves that claim the same bytes are unreadable.
         """
         committed: list[JournalRecord] = []
         pending: list[Pending] = []
@@ -188,6 +189,10 @@ class Journal:
             else:
                 pending.append(Pending(handle, record.extents))
         doubtful = self._overlapping(committed, pending)
+        clashing = self._overlapping((), pending)  # whose extents are whose is beyond reading then
+        pending = [each for each in pending if each.handle not in clashing]
+        unreadable |= bool(clashing)
+        bad += sorted(clashing)
         latest: dict[bytes, JournalRecord] = {}
         for record in committed:
             kept = latest.get(record.key)

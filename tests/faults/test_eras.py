@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ecoffload import HostRegion, OffloadScheduler, OffloadWorker, get_backend, layout
+from ecoffload.checksums import checksum_of
 
 GRANULE = 4096
 Fork = Callable[..., Any]
@@ -129,6 +130,39 @@ def test_what_a_dead_engines_device_may_write_is_free_once_it_has_gone_although_
     worker.region.close()
     scheduler.close()
     region.close()
+
+
+def test_a_journal_whose_unfinished_saves_overlap_keeps_a_scheduler_from_nothing(shm: Path, fork: Fork) -> None:
+    def damages(pipe: socket.socket) -> None:
+        region = open_region(shm)
+        region.begin_instance()
+        journal = region.journal
+        good = journal.intent(b"good", 1, [(0, GRANULE)], 4, "uint8", (4,))
+        journal.commit(good, checksum_of(region, [(0, GRANULE)], 4))
+        for key in (b"one", b"two"):
+            journal.intent(key, 1, [(2 * GRANULE, 2 * GRANULE)], 2 * GRANULE, "uint8", (2 * GRANULE,))
+        pipe.send(b"done")
+        signal.pause()
+
+    device = fork(hold, shm)
+    assert device.hear() == b"up"
+    engine = fork(damages)
+    assert engine.hear() == b"done"
+    engine.kill()
+    with open_region(shm) as region:
+        scheduler = OffloadScheduler(region)
+        scheduler.index.check()
+        assert scheduler.recovery_dropped == 2
+        assert scheduler.stats().quarantined_bytes == 7 * GRANULE, "anything but the good one may be written"
+        assert scheduler.plan_save(b"new", 4, "uint8", (4,)) is None
+        device.kill()
+        assert scheduler.plan_save(b"new", 4, "uint8", (4,)) is not None
+        scheduler.index.check()
+        end = time.monotonic() + 10
+        while not scheduler.lookup(b"good"):
+            scheduler.poll()
+            assert time.monotonic() < end, "it was not verified"
+        scheduler.close()
 
 
 def test_a_plan_from_before_a_loss_is_carried_out_by_nobody_who_came_after_it(shm: Path, fork: Fork) -> None:
