@@ -277,6 +277,11 @@ class DeviceOps(ABC):
     def synchronize(self, target: Any = None) -> None:
         """Block the host for an event, a stream, or (None) the whole device."""
 
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether ``stream``, the calling thread's current one, is being captured into a graph: then nothing must be
+        recorded or waited for there, or the capture is lost. False where a device has no graphs."""
+        return False
+
     @abstractmethod
     def delay(self, stream: Any, ms: float) -> None:
         """Keep ``stream`` busy for about ``ms`` milliseconds. For tests only."""

@@ -176,7 +176,7 @@ class EncoderCache:
         """Keep ``tensor`` (any dtype, any shape, on this cache's device) under ``key`` (1 to 256 bytes).
 
         True: it is there or on its way (nothing is copied if the key was known). False: too large, no room that may be
-        evicted, or its copy failed. The tensor may be dropped at once; it may be written again only after its save
+        evicted, its copy failed, or the current stream is being captured into a graph. The tensor may be dropped at once; it may be written again only after its save
         (``flush``), or at once with ``copy=True``, which stages it on the device first. On a CPU it returns once the
         bytes are read. ``client_key``: the key was chosen by a client, not computed from the content.
         """
@@ -188,9 +188,11 @@ class EncoderCache:
             scheduler, worker = self._scheduler, self._worker
             if scheduler.known(name):
                 return True
-            if copy and not self._backend.ops.host_ordered:
-                try:  # before anything is planned: the device may have no room for it
-                    tensor = self._backend.ops.clone(tensor)
+            ops = self._backend.ops
+            # Staged before anything is planned: the device may have no room for it.
+            if copy and not ops.host_ordered and not ops.is_capturing(ops.current_stream()):
+                try:
+                    tensor = ops.clone(tensor)
                 except DeviceLost:
                     raise
                 except Exception as exc:
@@ -220,7 +222,7 @@ class EncoderCache:
 
         Returns at once, with the copy ordered on the caller's current stream; an entry still being saved is waited for
         there too, not on the host. Raises :class:`SwapFailed` (``keys`` names them) if tensors handed out earlier turn
-        out to have failed.
+        out to have failed, or if the key is there and the current stream is being captured into a graph.
         """
         name = _key(key)
         return self._load([name]).get(name)
@@ -297,9 +299,11 @@ class EncoderCache:
                 self._encodes += 1
             self.put(name, tensor)
             ops = self._backend.ops
-            mine.event = ops.event()
-            ops.record(mine.event, ops.current_stream())
-            mine.tensor = tensor
+            current = ops.current_stream()
+            if not ops.is_capturing(current):  # what a graph will compute cannot be shared with who waits now
+                mine.event = ops.event()
+                ops.record(mine.event, current)
+                mine.tensor = tensor
             return tensor
         finally:
             with self._encoding_lock:

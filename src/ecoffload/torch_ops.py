@@ -30,6 +30,7 @@ class TorchDeviceOps(DeviceOps):
         self.device = torch.device(device_type, device_index)
         self._module = module
         self._index = device_index
+        self._ask_capturing: Any = getattr(module, "is_current_stream_capturing", None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         device = tensor.device
@@ -79,6 +80,14 @@ class TorchDeviceOps(DeviceOps):
             self._module.synchronize(self.device)
         else:
             target.synchronize()
+
+    def is_capturing(self, stream: Any) -> bool:
+        if self._ask_capturing is None:
+            return False
+        if self._module.current_device() == self._index:
+            return bool(self._ask_capturing())
+        with self._module.device(self._index):
+            return bool(self._ask_capturing())
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream)

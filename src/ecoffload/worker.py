@@ -46,6 +46,11 @@ _log = logging.getLogger("ecoffload.worker")
 
 RegisterPolicy = Literal["require", "prefer", "off"]
 
+_CAPTURING = (
+    "the current stream is being captured into a graph, and waiting for it would destroy the capture; "
+    "put and get outside of it"
+)
+
 
 class _Flight:
     """One submitted batch: the numbers it settles, what it keeps alive, and what it depends on."""
@@ -311,6 +316,11 @@ class OffloadWorker:
         for op in self._expected.values():
             slot.fail_save(op.number)
         self._expected = {}
+        if given and not self._host_ordered and self._ops.is_capturing(self._ops.current_stream()):
+            _log.warning("%d saves were dropped: %s", len(given), _CAPTURING)
+            for op, _ in given:
+                slot.fail_save(op.number)
+            given = []
         if not given:
             if not self._saves and self._saver:
                 slot.finish_save(self._last_save)
@@ -387,7 +397,8 @@ class OffloadWorker:
         """Start the plan's loads and return a tensor of its own for each; the caller's stream waits for the bytes.
 
         A key that could not be loaded is left out (and reported as failed). Raises :class:`DeviceLost`, and
-        :class:`SwapFailed` for tensors handed out earlier whose copy has failed since (``keys`` names them).
+        :class:`SwapFailed` for tensors handed out earlier whose copy has failed since (``keys`` names them), or if the
+        caller's stream is being captured into a graph (then nothing was done; outside the capture the same plan works).
         """
         if not self._begin(plan) or not plan.loads:
             return {}
@@ -395,6 +406,8 @@ class OffloadWorker:
         if last <= self._last_load:
             self.plans_ignored += 1  # carried out before: its pins may be gone
             return {}
+        if not self._host_ordered and self._ops.is_capturing(self._ops.current_stream()):
+            raise SwapFailed(f"{len(plan.loads)} loads were refused: {_CAPTURING}", keys=[op.key for op in plan.loads])
         self._last_load = last
         try:
             result, flight = self._start_loads(plan)

@@ -15,6 +15,7 @@ import torch
 
 from ecoffload import EncoderCache
 from ecoffload.backend import SwapBackend
+from ecoffload.errors import SwapFailed
 from ecoffload.host_queue import BlockingBackend
 from ecoffload.testing.declarations import DECLARED
 from ecoffload.testing.devices import SimBackend, SimOps, SimTop, sim_of, simulated
@@ -162,3 +163,25 @@ def test_a_get_behind_a_save_that_fails_gives_all_but_its_entry(rig: Callable[..
     assert r.cache.flush(10)
     r.cache._worker._pool.lease().release()  # looks after what was given up
     assert r.cache._worker._pool.leased == 0
+
+
+# --- the caller is capturing a graph
+
+
+def test_in_a_capture_a_put_keeps_nothing_and_a_get_of_what_is_there_is_refused(rig: Callable[..., Rig]) -> None:
+    r = rig("sim-uint64")
+    r.saved("there", 3)
+    r.sim.device.capturing = True
+    assert not r.cache.put("k", r.tensor(7))
+    assert not r.cache.put("k", r.tensor(7), copy=True)
+    assert r.cache.get("k") is None
+    with pytest.raises(SwapFailed, match="captured into a graph") as refused:
+        r.cache.get("there")
+    assert refused.value.details["keys"] == [b"there"]
+    tensor = r.tensor(7)
+    assert r.cache.get_or_encode("k", lambda: tensor) is tensor
+    r.sim.device.capturing = False
+    assert not r.cache.contains("k")
+    assert r.read(r.cache.get("there")) == 3, "it was kept"
+    assert r.cache.stats().pinned_entries == 0
+    r.saved("k", 7)

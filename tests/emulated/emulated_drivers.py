@@ -175,6 +175,7 @@ _NAMES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "event_query": ("cuEventQuery", "hipEventQuery", (ctypes.c_size_t,)),
     "event_sync": ("cuEventSynchronize", "hipEventSynchronize", (ctypes.c_size_t,)),
     "sync": ("cuCtxSynchronize", "hipDeviceSynchronize", ()),
+    "is_capturing": ("cuStreamIsCapturing", "hipStreamIsCapturing", (ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))),
     "begin_capture": ("cuStreamBeginCapture_v2", "hipStreamBeginCapture", (ctypes.c_size_t, ctypes.c_int)),
     "end_capture": ("cuStreamEndCapture", "hipStreamEndCapture", (ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t))),
 }
@@ -257,6 +258,11 @@ class EmulatedDeviceOps(DeviceOps):
             yield
         finally:
             self._local.stream = before
+
+    def is_capturing(self, stream: EmulatedStream) -> bool:
+        status = ctypes.c_int()
+        self.call("is_capturing", stream.cuda_stream, ctypes.byref(status))
+        return bool(status.value)
 
     def event(self) -> EmulatedEvent:
         handle = ctypes.c_size_t()

@@ -20,6 +20,7 @@ from emulated_kernel import EmulatedGather
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecoffload import EncoderCache
 from ecoffload.backend import D2H, H2D, Completion, Direction
 from ecoffload.descriptors import DescriptorPool
 from ecoffload.errors import DeviceLost, RegistrationRefused, SwapFailed
@@ -471,3 +472,16 @@ def _shared_rig() -> Rig:
     if not _rigs:
         _rigs.append(Rig(kernel=True, nbytes=2 << 20))
     return _rigs[0]
+
+
+def test_a_cache_leaves_the_callers_own_capture_alone(rig: Rig) -> None:
+    with EncoderCache("64KiB", backend=rig.backend) as cache:
+        tensor = rig.ops.empty(4096)
+        assert cache.put("there", tensor)
+        assert cache.flush(10)
+        with rig.ops.use(rig.stream), rig.ops.capturing(rig.stream):  # leaving raises if the capture was invalidated
+            assert not cache.put("k", tensor)
+            with pytest.raises(SwapFailed, match="captured into a graph"):
+                cache.get("there")
+        assert cache.contains("there")
+        assert not cache.contains("k")

@@ -163,6 +163,8 @@ class SimDevice:
     latency: float = 0.0003
     """Seconds between the moment a swap reaches the head of its stream and the moment its bytes move."""
     single_queue: bool = False
+    capturing: bool = False
+    """Whether the current stream is being captured into a graph: nothing may be recorded or waited for there."""
     lost: bool = False
     registered: dict[int, Registration] = field(default_factory=dict)
     faults: list[tuple[Fault, int]] = field(default_factory=list)
@@ -262,10 +264,19 @@ class SimOps(DeviceOps):
     def event(self) -> HostEvent:
         return HostEvent()
 
+    def is_capturing(self, stream: HostQueue) -> bool:
+        return self.sim.capturing
+
+    def _check_capture(self, stream: HostQueue) -> None:
+        if self.sim.capturing and stream is self.sim.queue:
+            raise SwapFailed("the capture of the simulated device's current stream is lost", code=901)
+
     def record(self, event: HostEvent, stream: HostQueue) -> None:
+        self._check_capture(stream)
         stream.record(event)
 
     def wait(self, stream: HostQueue, event: HostEvent) -> None:
+        self._check_capture(stream)
         stream.wait(event)
 
     def query(self, event: HostEvent) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,16 @@ class CudaDeviceOps(TorchDeviceOps):
             return tensors
         finally:
             torch.cuda.set_stream(before)
+
+    def is_capturing(self, stream: Any) -> bool:
+        live = self._backend.live()
+        status = ctypes.c_int()
+        code = live.cuda.StreamIsCapturing(stream.cuda_stream, ctypes.addressof(status))
+        if code == NO_CONTEXT:  # this thread's first call
+            with live.device.current():
+                code = live.cuda.StreamIsCapturing(stream.cuda_stream, ctypes.addressof(status))
+        # An error says that this is the legacy stream and another is being captured: it must be left alone as well.
+        return bool(code or status.value)
 
     def event(self) -> DriverEvent:
         return DriverEvent(self._backend)
