@@ -176,9 +176,10 @@ class EncoderCache:
         """Keep ``tensor`` (any dtype, any shape, on this cache's device) under ``key`` (1 to 256 bytes).
 
         True: it is there or on its way (nothing is copied if the key was known). False: too large, no room that may be
-        evicted, its copy failed, or the current stream is being captured into a graph. The tensor may be dropped at once; it may be written again only after its save
-        (``flush``), or at once with ``copy=True``, which stages it on the device first. On a CPU it returns once the
-        bytes are read. ``client_key``: the key was chosen by a client, not computed from the content.
+        evicted, its copy failed, or the current stream is being captured into a graph. The tensor may be dropped at
+        once; it may be written again only after its save (``flush``), or at once with ``copy=True``, which stages it on
+        the device first. On a CPU it returns once the bytes are read. ``client_key``: the key was chosen by a client,
+        not computed from the content.
         """
         name = _key(key)
         tensor = self._tensor(tensor)

@@ -358,13 +358,15 @@ class OffloadWorker:
                 self._settle()
 
     def _add_save(self, batch: Batch, op: SaveOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> str | None:
-        source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
-        if not source.is_contiguous() or source.is_conj() or source.is_neg():  # the last two are not in its bytes
-            source = self._ops.clone(source)
         filled = batch.count
         try:
+            source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
+            if not source.is_contiguous() or source.is_conj() or source.is_neg():  # the last two are not in its bytes
+                source = self._ops.clone(source)
             self._descriptors(batch, op, self._ops.address_of(source), to_host=True)
-        except DescriptorError as exc:
+        except DeviceLost:
+            raise
+        except Exception as exc:  # no memory for the clone, say: that is no reason to drop the other saves
             batch.count = filled
             return str(exc)
         tensors.append(source)

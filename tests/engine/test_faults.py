@@ -537,3 +537,27 @@ def test_a_load_behind_a_save_that_is_not_in_flight_here_is_a_miss(engine: Start
     assert loaded == [{}]
     assert not e.scheduler.known(b"a")
     e.assert_works()
+
+
+def test_a_save_that_finds_no_memory_to_be_made_contiguous_fails_alone(
+    engine: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    e = engine()
+    each = e.workers[0]
+    for key in (b"a", b"strided", b"z"):
+        e.scheduler.plan_save(key, GRANULE, "uint8", (64, 64))
+    plan = e.scheduler.take_plan()
+    tensor = each.backend.ops.empty(GRANULE).fill_(1).view(64, 64)
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(each.backend.ops, "clone", full)
+    with caplog.at_level(logging.WARNING, "ecoffload"):
+        each.worker.save(b"a", tensor, plan)
+        each.worker.save(b"strided", tensor.t(), plan)
+        each.worker.save(b"z", tensor, plan)
+        each.worker.flush()
+        e.settle()
+    assert [key for key in (b"a", b"strided", b"z") if e.scheduler.lookup(key)] == [b"a", b"z"]
+    assert "the device is full" in caplog.text
