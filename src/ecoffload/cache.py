@@ -362,7 +362,10 @@ class EncoderCache:
             )
 
     def close(self) -> None:
-        """Wait for what is in flight, unregister and unmap. Idempotent; afterwards every call raises CacheClosed."""
+        """Wait for what is in flight, unregister and unmap. Idempotent; afterwards every call raises CacheClosed.
+
+        Raises :class:`SwapFailed`, with all that done, for tensors handed out whose copy turned out to have failed.
+        """
         with self._lock:
             if self._closed:
                 return

@@ -624,7 +624,10 @@ class OffloadWorker:
 
     def close(self) -> None:
         """Wait for what is in flight, report it, unregister and leave the slot. Idempotent; each step runs even if an
-        earlier one failed. The backend stays open: it serves the whole process."""
+        earlier one failed. The backend stays open: it serves the whole process.
+
+        Raises :class:`SwapFailed`, with all that done, for tensors handed out whose copy turned out to have failed.
+        """
         if self._closed:
             return
         steps: list[Callable[[], object]] = [self.flush, self.synchronize]
@@ -639,3 +642,4 @@ class OffloadWorker:
         self._unregister()
         self._dropped.detach()
         self._slot.release()
+        self._raise_failure()

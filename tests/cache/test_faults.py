@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ecoffload import EncoderCache
+from ecoffload import CacheClosed, EncoderCache
 from ecoffload.backend import SwapBackend
 from ecoffload.errors import SwapFailed
 from ecoffload.host_queue import BlockingBackend
@@ -185,3 +185,17 @@ def test_in_a_capture_a_put_keeps_nothing_and_a_get_of_what_is_there_is_refused(
     assert r.read(r.cache.get("there")) == 3, "it was kept"
     assert r.cache.stats().pinned_entries == 0
     r.saved("k", 7)
+
+
+def test_a_load_that_fails_behind_the_last_call_is_told_by_close(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    r.saved("k", 7)
+    r.sim.inject_fault("late")
+    assert r.cache.get("k") is not None
+    with pytest.raises(SwapFailed, match="hold no valid data") as told:
+        r.cache.close()
+    assert told.value.details["keys"] == (b"k",)
+    r.cache.close()
+    with pytest.raises(CacheClosed):
+        r.cache.get("k")
+    assert not r.cache.region.path.exists()
