@@ -200,9 +200,7 @@ def test_a_promise_that_vllm_does_not_follow_up_is_taken_back(ours: Make, runner
     vllm.run()
 
 
-def test_an_abort_with_transfers_in_flight_leaves_nothing_pending(
-    ours: Make, runner: str, devices: Devices
-) -> None:
+def test_an_abort_with_transfers_in_flight_leaves_nothing_pending(ours: Make, runner: str, devices: Devices) -> None:
     devices.late = {0: 5}
     vllm = ours(runner=runner, encoder_cache_items=1)
     play(vllm, "ab")
@@ -295,9 +293,7 @@ def test_a_producer_alone_saves_and_never_loads(ours: Make, runner: str) -> None
     settle(vllm)
 
 
-def test_a_consumer_alone_loads_what_a_producer_left_in_a_warm_region_and_never_saves(
-    ours: Make, runner: str
-) -> None:
+def test_a_consumer_alone_loads_what_a_producer_left_in_a_warm_region_and_never_saves(ours: Make, runner: str) -> None:
     producer = ours(runner=runner, role="ec_producer", extra={"warm": True})
     producer.add("one", content("a"), max_tokens=1)
     producer.run()

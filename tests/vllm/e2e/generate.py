@@ -7,7 +7,8 @@ A round is a batch of prompts, one image each (an integer: the seed of its pixel
 to stderr. `encodes` counts images that the vision tower encoded, known only where the model lives in this process.
 
 Options: `tensor_parallel`; `in_process` (engine core and model in this process; default true); `encoder_cache_items`
-(in-process only; default 1); `processor_cache_gb`; `linger` (print the result, then wait to be killed).
+(in-process only; default 1); `processor_cache_gb`; `zero_before` (in-process, ecoffload's connector only: the round
+before which every stored byte is set to zero); `linger` (print the result, then wait to be killed).
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ def _metrics(llm: Any) -> dict[str, float]:
     return values
 
 
+def _zero_everything(connector: Any) -> None:
+    half = connector._decider
+    for entry in half.engine.index:
+        for view in half.region.view(entry.extents):
+            view[:] = bytes(len(view))
+            view.release()
+
+
 def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
     in_process = options.get("in_process", True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
@@ -77,7 +86,9 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
         )
         counted["images"] = 0
     rounds = []
-    for seeds in options["rounds"]:
+    for number, seeds in enumerate(options["rounds"]):
+        if number == options.get("zero_before"):
+            _zero_everything(llm.llm_engine.engine_core.engine_core.scheduler.ec_connector)
         prompts = [
             {
                 "prompt": "USER <image> w1 w2 w3 ASSISTANT",

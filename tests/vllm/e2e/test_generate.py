@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from generating import generate
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(900)
-
-
-def generate(model: Path, **options: Any) -> dict[str, Any]:
-    """One run of generate.py in a process of its own; fails with the end of vLLM's log."""
-    before = set(Path("/dev/shm").glob("vllm_dist_*"))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "generate.py"), str(model), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-        env={
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # Ranks are bound to cores by hand: by itself vLLM wants a NUMA node for each rank.
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel", 1) > 1 else "auto",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(HERE.parent),
-        },
-    )
-    for left in set(Path("/dev/shm").glob("vllm_dist_*")) - before:
-        left.unlink(missing_ok=True)  # vLLM's own, between CPU ranks: it leaves them behind
-    if done.returncode != 0:
-        pytest.fail(f"generate.py exited with {done.returncode}:\n{done.stderr[-4000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 def reference(directory: Path, **extra: Any) -> dict[str, Any]:

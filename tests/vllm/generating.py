@@ -1,0 +1,67 @@
+"""Runs e2e/generate.py as a process of its own, to its end or until it is killed. Used by the tests in e2e/."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def generate(model: Path, *, kill: bool = False, **options: Any) -> dict[str, Any]:
+    """The answer of one run; fails with the end of vLLM's log. `kill`: once it has answered, the engine's processes
+    are ended by SIGKILL, as a container's are when memory runs out."""
+    before = set(Path("/dev/shm").glob("vllm_dist_*"))
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "e2e" / "generate.py"), str(model), json.dumps({**options, "linger": kill})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Ranks are bound to cores by hand: by itself vLLM wants a NUMA node for each rank.
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel", 1) > 1 else "auto",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(HERE),
+        },
+    )
+    log: list[str] = []
+    try:
+        if kill:
+            answer = _answer_of_the_living(process, log)
+        else:
+            answer, errors = process.communicate(timeout=800)
+            log.append(errors)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for left in set(Path("/dev/shm").glob("vllm_dist_*")) - before:
+            left.unlink(missing_ok=True)  # vLLM's own, between CPU ranks: it leaves them behind
+    if not answer or (not kill and process.returncode != 0):
+        pytest.fail(f"generate.py exited with {process.returncode}:\n{''.join(log)[-4000:]}")
+    result: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return result
+
+
+def _answer_of_the_living(process: subprocess.Popen[str], log: list[str]) -> str:
+    """The first line of its stdout; its log is read aside, so that it never waits for us."""
+    import threading
+
+    def follow() -> None:
+        for line in process.stderr or ():
+            log.append(line)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return process.stdout.readline() if process.stdout else ""
