@@ -1,6 +1,6 @@
-"""Writes the pages that are made from the code: reference/cli.md and decisions/index.md.
+"""Writes the page that is made from the code, reference/cli.md.
 
-Run it after changing a command or adding a decision; a test fails if a page is not what it would write.
+Run it after changing a command; a test fails if the page is not what it would write.
 """
 
 from __future__ import annotations
@@ -50,17 +50,7 @@ def _row(option: Any) -> str:
     return f"| `{name}{value}` | {default} | {getattr(option, 'help', None) or ''} |"
 
 
-def decisions() -> str:
-    """Every decision by its title."""
-    lines = ["# Decisions", "", "What was decided, what else was considered, and why not.", ""]
-    for path in sorted((DOCS / "decisions").glob("*.md")):
-        if path.name != "index.md":
-            title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-            lines.append(f"- [{title}]({path.name})")
-    return "\n".join(lines) + "\n"
-
-
-PAGES = {"reference/cli.md": cli, "decisions/index.md": decisions}
+PAGES = {"reference/cli.md": cli}
 
 if __name__ == "__main__":
     for page, text in PAGES.items():

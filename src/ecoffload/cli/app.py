@@ -95,7 +95,7 @@ def bench(
         list[str] | None, typer.Option(help="Block sizes, such as 7KiB,64KiB,1MiB; may be given again.")
     ] = None,
     total: Annotated[str, typer.Option(help="Bytes of one batch.")] = "64MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of which the best counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of which the best counts; a slow way gets fewer.")] = 3,
     entries: Annotated[int, typer.Option(min=1, help="Single entries whose latency is measured.")] = 100,
     plot: Plot = None,
     compare: Annotated[

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
-from ecoffload.cli.output import print_json, stdout
+from ecoffload.cli.output import print_json, stdout, table
 from ecoffload.registry import BackendRecord, list_backends
 
 _COLOURS = {"ok": "green", "unavailable": "yellow"}
@@ -17,20 +15,18 @@ def run(probe: bool, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(title="backends", title_justify="left")
-    for column in ("name", "status", "package", "encoding", "kernels", "reason"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "status"))
+    result = table("name", "status", "package", "encoding", "kernels", text=5)
     for row in rows:
-        colour = _COLOURS.get(row["status"], "red")
-        table.add_row(
+        result.add_row(
             row["name"],
-            f"[{colour}]{row['status']}[/]",
+            f"[{_COLOURS.get(row['status'], 'red')}]{row['status']}[/]",
             f"{row['distribution']} {row['version']}",
             row["encoding"] or "-",
             ", ".join(k["name"] for k in row["kernels"]) or "-",
-            row["reason"],
         )
-    stdout.print(table)
+    stdout.print(result)
+    for row in rows:
+        stdout.print(f"{row['name']}: {row['reason']}", markup=False, soft_wrap=True)
 
 
 def _row(record: BackendRecord, probe: bool) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def progress_bar(description: str, total: int | None) -> Iterator[Callable[..., 
         yield advance
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """The one style of table: the first column is a name, the others numbers."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+def table(*columns: str, text: int = 1) -> Table:
+    """The one style of table: the first ``text`` columns hold text, the others numbers."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        result.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        result.add_column(column, justify="left" if number < text else "right", no_wrap=not number, overflow="fold")
     return result

@@ -81,7 +81,7 @@ def _show(trace: Trace, outcomes: dict[str, dict[str, Outcome]], moves: dict[str
         f"{trace.name}: {len(trace)} lookups of {len(trace.sizes)} objects, {format_size(trace.footprint)} in all",
         markup=False,
     )
-    result = table("policy", "capacity", "hit %", "byte %", "Belady %", "region %", "evicted", "extents", "us")
+    result = table("policy", "capacity", "hit %", "byte %", "Belady", "region", "evicted", "extents", "us")
     for policy, by_capacity in outcomes.items():
         for text, o in by_capacity.items():
             result.add_row(
