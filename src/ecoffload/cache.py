@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
@@ -143,8 +144,9 @@ class EncoderCache:
                 device = "cpu"
             backend = get_backend(backend, device=device)
         self._backend = backend
-        self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._fresh_locks()
+        _caches.add(self)
         self._closed = False
         self._checksum = checksum or warm
         self._trust_uuids = trust_uuids
@@ -404,6 +406,10 @@ class EncoderCache:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _fresh_locks(self) -> None:
+        self._lock = threading.RLock()
+        self._encoding_lock = threading.Lock()
+
     def _check(self) -> None:
         if self._closed:
             raise CacheClosed("this EncoderCache is closed; open another one")
@@ -441,6 +447,18 @@ class EncoderCache:
                 value=str(tensor.device),
             )
         return tensor
+
+
+_caches: weakref.WeakSet[EncoderCache] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child: a lock that another thread of the parent held would never be let go."""
+    for cache in list(_caches):
+        cache._fresh_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _key(key: str | bytes) -> bytes:

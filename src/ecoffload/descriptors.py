@@ -7,6 +7,7 @@ duration of one submit. Nothing here knows a device, torch or the region.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -387,3 +388,14 @@ class DescriptorPool:
 
 # Arrays given up before their copy had ended. Of the process, not of a pool: a copy may outlive its pool as well.
 _abandoned: deque[tuple[DescriptorPool, _Lease, Callable[[], bool]]] = deque()
+_inherited: list[object] = []
+
+
+def _after_fork() -> None:
+    """In a forked child: what the parent gave up is the parent's, to be neither asked for nor freed here."""
+    global _abandoned
+    _inherited.append(_abandoned)
+    _abandoned = deque()
+
+
+os.register_at_fork(after_in_child=_after_fork)

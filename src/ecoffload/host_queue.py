@@ -7,8 +7,10 @@ against each other, and a failure poisons nothing but the work that failed.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -61,6 +63,10 @@ class HostQueue:
 
     def __init__(self, name: str = "ecoffload-queue") -> None:
         self._name = name
+        self._start()
+        _queues.add(self)
+
+    def _start(self) -> None:
         self._work: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -103,6 +109,18 @@ class HostQueue:
     def __del__(self) -> None:
         if self._thread is not None:
             self._work.put(None)
+
+
+_queues: weakref.WeakSet[HostQueue] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child: the threads stayed with the parent, and so did the work that was enqueued."""
+    for queue in list(_queues):
+        queue._start()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _run(work: SimpleQueue[Callable[[], Any] | None]) -> None:

@@ -71,6 +71,14 @@ def _order(lock: Lock = Lock()) -> None:  # noqa: B008 - one lock for all is wha
         pass
 
 
+def _after_fork() -> None:
+    """In a forked child: another thread of the parent may have held the lock."""
+    _order.__defaults__ = (Lock(),)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class WorkerSlot:
     """A worker's place in the region. From `HostRegion.claim_slot`; released by `release` or by the process's death.
 

@@ -6,6 +6,7 @@ pointer query where it has one (drivers answer a foreign address with a segmenta
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
 _pool = DescriptorPool()
+
+
+def _after_fork() -> None:
+    """In a forked child: another thread of the parent may have held the pool's lock."""
+    global _pool
+    _pool = DescriptorPool()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def swap_blocks(

@@ -6,17 +6,21 @@ On simulated devices, one of its own for each test; a region of a few pages.
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ecoffload import CacheClosed, EncoderCache
+from ecoffload import CacheClosed, EncoderCache, get_backend, slots, swap_blocks, swaps
 from ecoffload.backend import SwapBackend
 from ecoffload.errors import SwapFailed
-from ecoffload.host_queue import BlockingBackend
+from ecoffload.host_queue import BlockingBackend, HostQueue
 from ecoffload.testing.declarations import DECLARED
 from ecoffload.testing.devices import SimBackend, SimOps, SimTop, sim_of, simulated
 
@@ -199,3 +203,88 @@ def test_a_load_that_fails_behind_the_last_call_is_told_by_close(rig: Callable[.
     with pytest.raises(CacheClosed):
         r.cache.get("k")
     assert not r.cache.region.path.exists()
+
+
+# --- a fork while another thread is at work
+
+
+def exit_status(child: Callable[[], None]) -> int:
+    """What a forked child ends with: 0 if ``child`` returned, 1 if it raised, -SIGALRM if it hung."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(10)
+            child()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def held(*locks: Any) -> Iterator[None]:
+    """Another thread holds these."""
+    taken, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            taken.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_a_thread_holds_the_caches_locks_is_told_so_and_does_not_hang(
+    rig: Callable[..., Rig],
+) -> None:
+    r = rig()
+    r.saved("k", 7)
+
+    def child() -> None:
+        with pytest.raises(CacheClosed, match="forked"):
+            r.cache.get("k")
+        with pytest.raises(CacheClosed, match="forked"):
+            r.cache.get_or_encode("k", lambda: r.tensor(7))
+        r.cache.close()
+
+    with held(r.cache._lock, r.cache._encoding_lock):
+        assert exit_status(child) == 0
+    assert r.read(r.cache.get("k")) == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_may_open_its_own_cache_and_swap_whatever_its_parent_was_doing() -> None:
+    backend = get_backend("cpu")
+    queue = HostQueue()
+    queue.synchronize()
+    fence = slots._order.__defaults__
+    assert fence is not None
+    total = 2 << 20
+
+    def child() -> None:
+        queue.put(ran.set)
+        queue.synchronize()
+        assert ran.is_set()
+        with EncoderCache("4MiB", directory=SHM) as cache:
+            assert cache.put("k", torch.ones(total, dtype=torch.uint8))
+            assert cache.get("k") is not None
+        src, dst = torch.ones(2, total, dtype=torch.uint8), torch.zeros(2, total, dtype=torch.uint8)
+        swap_blocks(src, dst, [(0, 1)]).wait()
+        assert int(dst[1].sum()) == total
+
+    ran = threading.Event()
+    with held(queue._lock, backend._lock, swaps._pool._lock, *fence):  # type: ignore[attr-defined]
+        assert exit_status(child) == 0
+    queue.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -80,8 +81,11 @@ class CpuBackend(SwapBackend):
     def __init__(self, spec: BackendSpec, device_index: int = 0, ops: DeviceOps | None = None) -> None:
         super().__init__(spec, 0, ops or CpuOps())
         self._helpers = max(0, (len(os.sched_getaffinity(0))) - 1)
+        self._forget_pool()
+        _backends.add(self)
+
+    def _forget_pool(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._pool_pid = 0
         self._lock = threading.Lock()
 
     def submit(self, batch: BatchView, direction: Direction, stream: Any) -> Completion:
@@ -106,9 +110,8 @@ class CpuBackend(SwapBackend):
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pool_pid != os.getpid():  # a forked child has no threads of its parent's
+            if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="ecoffload-cpu")
-                self._pool_pid = os.getpid()
             return self._pool
 
     def stats(self) -> dict[str, Any]:
@@ -117,8 +120,20 @@ class CpuBackend(SwapBackend):
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
-        if pool is not None and self._pool_pid == os.getpid():
+        if pool is not None:
             pool.shutdown()
+
+
+_backends: weakref.WeakSet[CpuBackend] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child: it has no threads of its parent's, and another one may have held the lock."""
+    for backend in list(_backends):
+        backend._forget_pool()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 Part = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
