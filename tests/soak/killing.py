@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -359,8 +360,9 @@ def main() -> int:
         killing.leak(processes.descriptors() - held, "descriptors were kept by the test itself")
     finally:
         for each in [*killing.alive.values(), *killing.late]:
-            os.kill(each.pid, signal.SIGKILL)
-            os.waitpid(each.pid, 0)
+            with suppress(ProcessLookupError, ChildProcessError):  # whatever ended the run may have come in between
+                os.kill(each.pid, signal.SIGKILL)
+                os.waitpid(each.pid, 0)
         shutil.rmtree(directory)
     took = time.monotonic() - began
     print(f"seed {seed}: {took:.0f} s, {60 * killing.kills / took:.0f} kills a minute, schedulers by their start:")
