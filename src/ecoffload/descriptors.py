@@ -183,10 +183,15 @@ class Batch:
             array[self.count : end] = column
         self.count = end
 
-    def check(self, sources: AddressRanges | None, destinations: AddressRanges | None) -> None:
+    def check(
+        self,
+        sources: AddressRanges | None,
+        destinations: AddressRanges | None,
+        names: NDArray[np.int64] | None = None,
+    ) -> None:
         """Refuse a descriptor that wraps past 2**64 or leaves the known ranges (None: nothing is known of that side).
 
-        Raises :class:`DescriptorError` naming index, source, destination, size and the bound that broke. Drivers
+        ``names``: by which index the caller knows each descriptor. Raises :class:`DescriptorError` naming index, source, destination, size and the bound that broke. Drivers
         answer such a descriptor with a segmentation fault or with index 2**64-1.
         """
         self._live()
@@ -196,11 +201,11 @@ class Batch:
             for i in range(n):
                 s, d, z = src[i], dst[i], size[i]
                 if s + z > _TOP or d + z > _TOP:
-                    self._refuse(i, "it wraps past 2**64")
+                    self._refuse(i, "it wraps past 2**64", names)
                 if sources is not None and not sources.find(s, z):
-                    self._refuse(i, "source: " + sources.explain(s, z))
+                    self._refuse(i, "source: " + sources.explain(s, z), names)
                 if destinations is not None and not destinations.find(d, z):
-                    self._refuse(i, "destination: " + destinations.explain(d, z))
+                    self._refuse(i, "destination: " + destinations.explain(d, z), names)
             return
         src_a, dst_a, size_a = (a[:n] for a in self._arrays)
         longest = int(size_a.max())
@@ -209,16 +214,17 @@ class Batch:
                 continue
             wraps = addresses > np.uint64(_TOP - 1) - (size_a - np.uint64(1))
             if wraps.any():
-                self._refuse(int(wraps.argmax()), "it wraps past 2**64")
+                self._refuse(int(wraps.argmax()), "it wraps past 2**64", names)
         for name, ranges, addresses in (("source", sources, src_a), ("destination", destinations, dst_a)):
             if ranges is None:
                 continue
             i_bad = ranges.first_outside(addresses, size_a)
             if i_bad is not None:
-                self._refuse(i_bad, f"{name}: " + ranges.explain(int(addresses[i_bad]), int(size_a[i_bad])))
+                self._refuse(i_bad, f"{name}: " + ranges.explain(int(addresses[i_bad]), int(size_a[i_bad])), names)
 
-    def _refuse(self, index: int, why: str) -> None:
+    def _refuse(self, index: int, why: str, names: NDArray[np.int64] | None) -> None:
         src, dst, size = (view[index] for view in self._views)
+        index = index if names is None else int(names[index])
         raise DescriptorError(
             f"descriptor {index} ({src:#x} -> {dst:#x}, {size} bytes) was not submitted: {why}",
             index=index,

@@ -7,12 +7,12 @@ pointer query where it has one (drivers answer a foreign address with a segmenta
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from ecoffload.backend import D2H, H2D, Completion, Direction, SwapBackend
+from ecoffload.backend import D2H, H2D, Completion, Direction, PointerRange, SwapBackend
 from ecoffload.descriptors import AddressRanges, DescriptorPool
 from ecoffload.errors import ConfigError, DescriptorError
 from ecoffload.pointers import as_addresses, block_addresses
@@ -138,13 +138,14 @@ def swap_blocks_batch(
 
     Three 1-D tables of one length on the host, int64 or uint64, read by bits; sizes in bytes, zero ones are left out.
     ``direction`` None: asked of the driver for the first address. Every address is checked by the driver's pointer
-    query where it has one. ``is_src_access_order_any`` is accepted for compatibility: copies always read in stream
-    order, since the other order has corrupted saves. Raises :class:`DescriptorError` naming the descriptor.
+    query where it has one, and must be of the kind that the direction says, on the device of ``backend`` (``device``
+    None: the one whose memory it is). ``is_src_access_order_any`` is accepted for compatibility: copies always read in stream
+    order, since the other order has corrupted saves. Raises :class:`DescriptorError` naming the caller's descriptor; a
+    device's own :class:`SwapFailed` counts those that are left once neighbours were joined.
     """
-    if backend is None:
-        backend = get_backend(device=device)
     if direction not in (None, D2H, H2D):
         raise ConfigError(f"direction {direction!r} is neither 'd2h' nor 'h2d'", option="direction", value=direction)
+    chosen = backend or get_backend(device=device)
     src, dst, size = as_addresses(src_ptrs), as_addresses(dst_ptrs), as_addresses(sizes)
     if not src.ndim == dst.ndim == size.ndim == 1 or not len(src) == len(dst) == len(size):
         raise DescriptorError(
@@ -159,21 +160,29 @@ def swap_blocks_batch(
             index=at,
             size=int(size[at]),
         )
+    kept = np.flatnonzero(size)  # zero sizes are left out; errors name the caller's own indices
     batch = _pool.lease(len(src))
     try:
         batch.extend(src, dst, size)
         sources = destinations = None
         if batch.count:
-            batch.check(None, None)
-            if backend.has_pointer_query:
-                sources, kinds = _known_ranges(backend, src, size)
-                destinations, _ = _known_ranges(backend, dst, size)
+            batch.check(None, None, kept)
+            if chosen.has_pointer_query:
+                src, dst = src[kept], dst[kept]
+                from_, to = _ranges_around(chosen, src), _ranges_around(chosen, dst)
                 if direction is None:
-                    direction = D2H if kinds.get(0) == "device" else H2D
+                    direction = D2H if any(r.kind == "device" and _holds(r, int(src[0])) for r in from_) else H2D
+                sides = (("source", src, from_), ("destination", dst, to))
+                if backend is None and device is None:
+                    chosen = _owner(chosen, sides[direction == H2D][2])
+                for (name, addresses, ranges), kind in zip(sides, _KINDS[direction], strict=True):
+                    _check_kind(chosen, name, addresses, ranges, kind, kept)
+                sources, destinations = (AddressRanges((r.start, r.nbytes) for r in side) for side in (from_, to))
+                batch.check(sources, destinations, kept)
             elif direction is None:
-                if not backend.ops.host_ordered:
+                if not chosen.ops.host_ordered:
                     raise ConfigError(
-                        f"backend {backend.spec.name!r} cannot tell whose an address is; give direction='d2h' or 'h2d'",
+                        f"backend {chosen.spec.name!r} cannot tell whose an address is; give direction='d2h' or 'h2d'",
                         option="direction",
                         value=None,
                     )
@@ -182,34 +191,61 @@ def swap_blocks_batch(
     except BaseException:
         batch.release()
         raise
-    return submit_batch(
-        backend,
-        batch,
-        direction or H2D,
-        backend.ops.current_stream() if stream is None else stream,
-        sources=sources,
-        destinations=destinations,
-    )
+    if stream is None:
+        stream = chosen.ops.current_stream()
+    return submit_batch(chosen, batch, direction or H2D, stream, checked=True)
 
 
-def _known_ranges(
-    backend: SwapBackend, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]
-) -> tuple[AddressRanges, dict[int, str]]:
-    """The driver's ranges around these addresses, asked once an allocation, and the kind of the first address."""
-    wanted = np.sort(addresses[sizes != 0])
-    ranges: list[tuple[int, int]] = []
-    kinds: dict[int, str] = {}
-    first = int(addresses[np.flatnonzero(sizes)[0]])
+_KINDS: dict[Direction, tuple[Literal["host", "device"], Literal["host", "device"]]] = {
+    D2H: ("device", "host"),
+    H2D: ("host", "device"),
+}
+
+
+def _ranges_around(backend: SwapBackend, addresses: NDArray[np.uint64]) -> list[PointerRange]:
+    """The driver's ranges around these addresses, asked once an allocation; one that it does not know is left out."""
+    wanted = np.sort(addresses)
+    ranges: list[PointerRange] = []
     at = 0
     while at < len(wanted):
-        address = int(wanted[at])
-        found = backend.pointer_range(address)
+        found = backend.pointer_range(int(wanted[at]))
         if found is None:
-            at += 1  # left out of the ranges: the check names its descriptor
+            at += 1
             continue
-        ranges.append((found.start, found.nbytes))
-        if found.start <= first < found.start + found.nbytes:
-            kinds[0] = found.kind
+        ranges.append(found)
         last = found.start + found.nbytes - 1
         at = max(at + 1, int(np.searchsorted(wanted, np.uint64(last), side="right")))
-    return AddressRanges(ranges), kinds
+    return ranges
+
+
+def _holds(found: PointerRange, address: int) -> bool:
+    return found.start <= address < found.start + found.nbytes
+
+
+def _owner(backend: SwapBackend, ranges: list[PointerRange]) -> SwapBackend:
+    """The backend of the device that the ranges of the device's side lie on; ``backend`` if they do not say."""
+    index = next((r.device for r in ranges if r.kind == "device"), backend.device_index)
+    return backend if index == backend.device_index else get_backend(device=f"{backend.spec.device_type}:{index}")
+
+
+def _check_kind(
+    backend: SwapBackend,
+    side: str,
+    addresses: NDArray[np.uint64],
+    ranges: list[PointerRange],
+    kind: Literal["host", "device"],
+    kept: NDArray[np.int64],
+) -> None:
+    """Refuse an address that the driver knows as memory of another kind, or of another device."""
+    for each in ranges:
+        if each.kind == kind and (kind == "host" or each.device == backend.device_index):
+            continue
+        at = next(i for i, address in enumerate(addresses.tolist()) if _holds(each, address))
+        where = "host memory" if each.kind == "host" else f"memory of device {each.device}"
+        wanted = "host memory" if kind == "host" else f"memory of device {backend.device_index}"
+        raise DescriptorError(
+            f"descriptor {kept[at]} was not submitted: its {side} {int(addresses[at]):#x} is {where}, and {wanted} is "
+            "needed; give the direction and the device that the addresses have",
+            index=int(kept[at]),
+            **{"src" if side == "source" else "dst": int(addresses[at])},
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from ecoffload import ConfigError, DescriptorError, swap_blocks, swap_blocks_batch, swaps
-from ecoffload.backend import SwapBackend
-from ecoffload.testing.devices import sim_of, simulated
+from ecoffload.backend import PointerRange, SwapBackend
+from ecoffload.testing.declarations import DECLARED
+from ecoffload.testing.devices import SimInt64, sim_of, simulated
 from ecoffload.testing.harness import DeviceUnderTest
 
 DEVICES = ["sim-int64", "sim-uint64", "sim-top"]
@@ -221,3 +223,82 @@ def test_tensors_live_until_their_swap_has_ended_also_if_its_completion_is_dropp
     swap_blocks(there, blocks(4), [(0, 0)], backend=backend).wait()  # the next swap on the queue: the first has ended
     swaps._pool.lease().release()  # looks after what was given up
     assert alive() is None
+
+
+# --- what a driver knows of the addresses
+
+
+class Asked(SimInt64):
+    """A device whose driver knows allocations and registrations, as CUDA's does."""
+
+    has_pointer_query = True
+
+    def pointer_range(self, address: int) -> PointerRange | None:
+        memory = self.device.memory
+        if memory.contains(address):
+            found = memory.find(address - memory.base)
+            return PointerRange(memory.base + found[0], found[1], "device", self.device_index) if found else None
+        for each in self.device.registered.values():
+            if each.address <= address < each.address + each.nbytes:
+                return PointerRange(each.address, each.nbytes, "host", 0)
+        return None
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[Asked, int, int]]:
+    """The backend, and where 8 KiB on its device and 8 KiB of registered host memory begin."""
+    backend = Asked(DECLARED["sim-int64"])
+    tensor, memory = backend.ops.empty(8192), np.zeros(8192, dtype=np.uint8)
+    registration = backend.register(memory.ctypes.data, 8192)
+    yield backend, backend.ops.address_of(tensor), registration.address
+    backend.ops.synchronize()
+    backend.unregister(registration)
+
+
+def test_the_direction_and_the_ranges_are_asked_of_the_driver(asked: tuple[Asked, int, int]) -> None:
+    backend, there, host = asked
+    swap_blocks_batch([host], [there], [8192], backend=backend).wait()
+    swap_blocks_batch([there], [host], [8192], backend=backend).wait()
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_memory_of_the_wrong_kind_is_refused(asked: tuple[Asked, int, int], direction: Any) -> None:
+    backend, there, host = asked
+    rows = [(host, host, 0), (there, host, 8), (host, there, 8)]
+    with pytest.raises(DescriptorError, match="is needed") as caught:
+        swap_blocks_batch(*tables(rows, "list"), direction=direction, backend=backend)
+    assert caught.value.index == (2 if direction == "d2h" else 1), "by the caller's own count"
+
+
+def test_memory_of_another_device_is_refused_or_served_by_that_device(
+    asked: tuple[Asked, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, there, host = asked
+    other = simulated("sim-int64", 1)
+    other.has_pointer_query = True  # type: ignore[misc]
+    monkeypatch.setattr(other, "pointer_range", backend.pointer_range)
+    backend.device_index = 5
+    with pytest.raises(DescriptorError, match="memory of device 5"):
+        swap_blocks_batch([host], [there], [8], backend=other)
+    names = []
+
+    def get_backend(name: Any = None, *, device: Any = None) -> SwapBackend:
+        names.append(device)
+        return other if device is None else backend
+
+    monkeypatch.setattr(swaps, "get_backend", get_backend)
+    assert swap_blocks_batch([host], [there], [8]).wait()
+    assert names == [None, "sim-int64:5"]
+
+
+def test_an_error_names_the_callers_own_index_whatever_was_left_out_or_joined(asked: tuple[Asked, int, int]) -> None:
+    backend, there, host = asked
+    joined = [(host + 64 * i, there + 64 * i, 64) for i in range(3)]
+    for rows, bad in (
+        ([(host, there, 0), (host, there + 8192, 8)], 1),
+        ([*joined, (host, there, 0), (host + 1024, there + 8190, 64)], 4),
+        ([(host, there, 0)] * 30 + [(host + i, there + i, 1) for i in range(30)] + [(host + 8191, there, 2)], 60),
+    ):
+        with pytest.raises(DescriptorError, match=f"descriptor {bad} ") as caught:
+            swap_blocks_batch(*tables(rows, "list"), direction="h2d", backend=backend)
+        assert caught.value.index == bad
