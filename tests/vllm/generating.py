@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def generate(model: Path, *, kill: bool = False, **options: Any) -> dict[str, Any]:
     """The answer of one run; fails with the end of vLLM's log. `kill`: once it has answered, the engine's processes
     are ended by SIGKILL, as a container's are when memory runs out."""
-    before = set(Path("/dev/shm").glob("vllm_dist_*"))
+    before = _segments()
     process = subprocess.Popen(
         [sys.executable, str(HERE / "e2e" / "generate.py"), str(model), json.dumps({**options, "linger": kill})],
         stdout=subprocess.PIPE,
@@ -47,12 +47,29 @@ def generate(model: Path, *, kill: bool = False, **options: Any) -> dict[str, An
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for left in set(Path("/dev/shm").glob("vllm_dist_*")) - before:
-            left.unlink(missing_ok=True)  # vLLM's own, between CPU ranks: it leaves them behind
+        # vLLM's own, between its processes: some it always leaves behind, all of them if it is killed.
+        mapped = _mapped()
+        for left in _segments() - before:
+            if str(left) not in mapped:
+                left.unlink(missing_ok=True)
     if not answer or (not kill and process.returncode != 0):
         pytest.fail(f"generate.py exited with {process.returncode}:\n{''.join(log)[-4000:]}")
     result: dict[str, Any] = json.loads(answer.splitlines()[-1])
     return result
+
+
+def _segments() -> set[Path]:
+    """Shared memory as vLLM and multiprocessing name it."""
+    return {path for kind in ("vllm_dist_*", "psm_*", "sem.mp-*") for path in Path("/dev/shm").glob(kind)}
+
+
+def _mapped() -> str:
+    """The memory maps of every live process: what is named there is somebody's."""
+    maps = []
+    for process in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps.append(process.read_text(errors="replace"))
+    return "".join(maps)
 
 
 def _answer_of_the_living(process: subprocess.Popen[str], log: list[str]) -> str:

@@ -67,7 +67,7 @@ def settle(vllm: Any) -> None:
     assert not vllm.connector.effective_configuration()["off"]
 
 
-# -- what is saved and loaded --------------------------------------------------------------------------------------------
+# -- what is saved and loaded ------------------------------------------------------------------------------------------
 
 
 def test_the_second_request_for_an_image_reloads_it_after_eviction_from_the_encoder_cache(
@@ -161,7 +161,7 @@ def test_each_loaded_entry_is_a_tensor_of_its_own(ours: Make, runner: str) -> No
     assert tensors[0].data_ptr() != tensors[1].data_ptr()
 
 
-# -- pressure, lateness, ranks ---------------------------------------------------------------------------------------------
+# -- pressure, lateness, ranks -----------------------------------------------------------------------------------------
 
 
 def test_three_entries_of_room_serve_many_images_without_a_wrong_byte(
@@ -280,7 +280,7 @@ def test_a_pin_outlasts_the_fast_rank(ours: Make, runner: str, devices: Devices)
     settle(vllm)
 
 
-# -- roles ---------------------------------------------------------------------------------------------------------------
+# -- roles -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_producer_alone_saves_and_never_loads(ours: Make, runner: str) -> None:
@@ -310,7 +310,7 @@ def test_a_consumer_alone_loads_what_a_producer_left_in_a_warm_region_and_never_
         remove(consumer)
 
 
-# -- keys and what outlives the process ------------------------------------------------------------------------------------
+# -- keys and what outlives the process --------------------------------------------------------------------------------
 
 
 def remove(vllm: Any) -> None:
@@ -457,7 +457,7 @@ def test_a_very_long_identifier_is_found_again(ours: Make, runner: str) -> None:
     assert vllm.encodes() == [long, "b"]
 
 
-# -- outputs that are not as planned -----------------------------------------------------------------------------------------
+# -- outputs that are not as planned -----------------------------------------------------------------------------------
 
 
 def test_an_encoder_whose_outputs_are_of_another_dtype_is_learned_from_its_first(
@@ -472,7 +472,7 @@ def test_an_encoder_whose_outputs_are_of_another_dtype_is_learned_from_its_first
     assert vllm.encodes() == ["a", "b", "a"]
 
 
-# -- faults --------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_that_cannot_be_submitted_is_repeated_and_right(ours: Make, runner: str, devices: Devices) -> None:
@@ -587,7 +587,7 @@ def test_the_control_zeroed_bytes_in_the_region_are_noticed_by_the_referee(ours:
         vllm.run()
 
 
-# -- statistics ------------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_the_schedulers_side_reach_the_front_end_as_plain_data(ours: Make, runner: str) -> None:

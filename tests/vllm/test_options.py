@@ -20,7 +20,7 @@ from ecoffload.integrations.vllm.setup import set_up
 Make = Callable[..., Any]
 
 
-# -- options -------------------------------------------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_engine_that_hashes_no_contents_is_told_why_nothing_will_ever_hit(con
     assert any("--mm-processor-cache-gb above 0" in note for note in setup.notes)
 
 
-# -- versions ------------------------------------------------------------------------------------------------------------
+# -- versions ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.29.0", "0.9.2"])
@@ -122,7 +122,7 @@ def test_a_vllm_that_is_newer_or_unknown_is_taken_with_a_warning_that_names_what
     assert "0.30 to 0.33" in check_version(version)
 
 
-# -- namespace and keys ----------------------------------------------------------------------------------------------------
+# -- namespace and keys ------------------------------------------------------------------------------------------------
 
 
 def test_two_readings_of_one_configuration_agree_also_after_pickling(config: Make) -> None:
@@ -176,7 +176,7 @@ def test_keys_are_never_empty_nor_too_long_and_differ_for_different_identifiers(
     assert len(set(keys)) == len(names)
 
 
-# -- registration and configuration ------------------------------------------------------------------------------------------
+# -- registration and configuration ------------------------------------------------------------------------------------
 
 
 def test_the_plugin_registers_the_name_once_and_may_be_called_again() -> None:
@@ -242,8 +242,12 @@ def test_prometheus_metrics_are_made_and_fed_from_plain_data(config: Make) -> No
             "failures": {"too_large": 2},
             "seconds": {"load": [0.002, 0.2]},
             "gauges": {
-                **{"entries": 1, "capacity_bytes": 10, "used_bytes": 5, "registered_bytes": 10},
-                **{"recovered_entries": 0, "on": 1},
+                "entries": 1,
+                "capacity_bytes": 10,
+                "used_bytes": 5,
+                "registered_bytes": 10,
+                "recovered_entries": 0,
+                "on": 1,
             },
             "info": {"backend": "cpu", "version": "0.1.0", "path": "plain", "start": "created", "reason": ""},
         }
@@ -265,7 +269,10 @@ def test_statistics_of_two_intervals_add_up() -> None:
     second = Statistics({"hits": 2, "misses": 1, "failures": {"save": 1, "off": 1}, "seconds": {"load": [2.0]}})
     total = first.aggregate(second)
     assert total.data == {
-        **{"hits": 3, "misses": 1, "failures": {"save": 2, "off": 1}},
-        **{"seconds": {"load": [1.0, 2.0]}, "gauges": {"used_bytes": 1}},
+        "hits": 3,
+        "misses": 1,
+        "failures": {"save": 2, "off": 1},
+        "seconds": {"load": [1.0, 2.0]},
+        "gauges": {"used_bytes": 1},
     }
     assert total.reduce()["hit_rate"] == 0.75
