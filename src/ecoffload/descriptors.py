@@ -191,8 +191,9 @@ class Batch:
     ) -> None:
         """Refuse a descriptor that wraps past 2**64 or leaves the known ranges (None: nothing is known of that side).
 
-        ``names``: by which index the caller knows each descriptor. Raises :class:`DescriptorError` naming index, source, destination, size and the bound that broke. Drivers
-        answer such a descriptor with a segmentation fault or with index 2**64-1.
+        ``names``: by which index the caller knows each descriptor. Raises :class:`DescriptorError` naming index,
+        source, destination, size and the bound that broke. Drivers answer such a descriptor with a segmentation fault
+        or with index 2**64-1.
         """
         self._live()
         n = self.count

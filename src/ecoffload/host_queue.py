@@ -213,10 +213,10 @@ class BlockingBackend(SwapBackend):
         super().__init__(inner.spec, inner.device_index)
         self.inner = inner
         self._queue = HostQueue(f"ecoffload-{inner.spec.name}-{inner.device_index}")
-        self.limits = inner.limits  # type: ignore[method-assign]
-        self.register = inner.register  # type: ignore[method-assign]
-        self.unregister = inner.unregister  # type: ignore[method-assign]
-        self.check_table = inner.check_table  # type: ignore[method-assign]
+        self.per_copy = inner.per_copy
+        self.has_pointer_query = inner.has_pointer_query  # type: ignore[misc]
+        for name in ("limits", "register", "unregister", "check_table", "kernel", "pointer_range"):
+            setattr(self, name, getattr(inner, name))
 
     @property
     def ops(self) -> Any:

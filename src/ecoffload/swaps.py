@@ -139,9 +139,9 @@ def swap_blocks_batch(
     Three 1-D tables of one length on the host, int64 or uint64, read by bits; sizes in bytes, zero ones are left out.
     ``direction`` None: asked of the driver for the first address. Every address is checked by the driver's pointer
     query where it has one, and must be of the kind that the direction says, on the device of ``backend`` (``device``
-    None: the one whose memory it is). ``is_src_access_order_any`` is accepted for compatibility: copies always read in stream
-    order, since the other order has corrupted saves. Raises :class:`DescriptorError` naming the caller's descriptor; a
-    device's own :class:`SwapFailed` counts those that are left once neighbours were joined.
+    None: the one whose memory it is). ``is_src_access_order_any`` is accepted for compatibility: copies always read in
+    stream order, since the other order has corrupted saves. Raises :class:`DescriptorError` naming the caller's
+    descriptor; a device's own :class:`SwapFailed` counts those that are left once neighbours were joined.
     """
     if direction not in (None, D2H, H2D):
         raise ConfigError(f"direction {direction!r} is neither 'd2h' nor 'h2d'", option="direction", value=direction)

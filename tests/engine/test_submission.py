@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_kit import QueryFails, eventually
 
-from ecoffload.backend import Completion
+from ecoffload.backend import Completion, SwapBackend
 from ecoffload.cpu.backend import CpuBackend
 from ecoffload.cpu.plugin import ecoffload_register_backend
 from ecoffload.descriptors import AddressRanges, DescriptorPool
@@ -227,3 +227,17 @@ def test_limits_that_cannot_be_asked_give_the_lease_back() -> None:
     with pytest.raises(SwapFailed, match="no such device"):
         device.submit("d2h", [(1, 2, 3)])
     assert device.pool.leased == 0
+
+
+def test_a_wrapped_blocking_backend_answers_all_that_its_author_wrote() -> None:
+    inner = Slow()
+    inner.per_copy = True
+    inner.has_pointer_query = True  # type: ignore[misc]
+    backend = BlockingBackend(inner)
+    assert backend.per_copy
+    assert backend.has_pointer_query
+    assert backend.ops is inner.ops
+    own = {"submit", "stats", "close", "ops", "availability"}  # the last is asked of a class
+    public = {name for name, value in vars(SwapBackend).items() if callable(value) and not name.startswith("_")}
+    for name in public - own:
+        assert getattr(backend, name) == getattr(inner, name), name
