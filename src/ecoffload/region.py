@@ -490,8 +490,13 @@ def _forget_all() -> None:
 
 def _leave_all() -> None:
     """At interpreter exit: other threads may still read the memory, so it goes with the process; the files go now."""
-    for mapping in list(_mappings):
-        mapping.leave()
+    left = list(_mappings)
+    while left:
+        mapping = left.pop()
+        if any(other.path == mapping.path for other in left):
+            hostmem.unlock(mapping.fd, layout.LIFE, 1)  # the last one of this process answers for all
+        else:
+            mapping.leave()
 
 
 os.register_at_fork(after_in_child=_forget_all)
