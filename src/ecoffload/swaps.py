@@ -107,9 +107,32 @@ def swap_blocks(
         block_addresses(bases[1], pairs[:, 1], block_size_in_bytes),
         np.full(len(pairs), block_size_in_bytes, dtype=np.uint64),
     )
-    batch.merge()
+    if _no_edges(backend):
+        batch.merge()
+    elif batch.count > 1:
+        edges = [_ranges_of(backend, base, each.nbytes) for base, each in zip(bases, (src, dst), strict=True)]
+        if None not in edges:
+            batch.merge(*edges)
     direction: Direction = D2H if src_there and not both_cpu else H2D
     return submit_batch(backend, batch, direction, ops.current_stream() if stream is None else stream, keep=(src, dst))
+
+
+def _no_edges(backend: SwapBackend) -> bool:
+    """Whether host memory has no registrations, whose edges a copy must not cross."""
+    return backend.ops.host_ordered or backend.spec.capabilities.host_memory in ("none", "unified")
+
+
+def _ranges_of(backend: SwapBackend, address: int, nbytes: int) -> AddressRanges | None:
+    """The driver's ranges that make up a tensor's memory; None if it cannot tell of all of it."""
+    ranges: list[tuple[int, int]] = []
+    at, end = address, address + nbytes
+    while at < end:
+        found = backend.pointer_range(at)
+        if found is None:
+            return None
+        ranges.append((found.start, found.nbytes))
+        at = found.start + found.nbytes
+    return AddressRanges(ranges)
 
 
 class _Host:
@@ -187,7 +210,8 @@ def swap_blocks_batch(
                         value=None,
                     )
                 direction = H2D
-            batch.merge(sources, destinations)
+            if sources is not None or _no_edges(chosen):
+                batch.merge(sources, destinations)
     except BaseException:
         batch.release()
         raise

@@ -302,3 +302,25 @@ def test_an_error_names_the_callers_own_index_whatever_was_left_out_or_joined(as
         with pytest.raises(DescriptorError, match=f"descriptor {bad} ") as caught:
             swap_blocks_batch(*tables(rows, "list"), direction="h2d", backend=backend)
         assert caught.value.index == bad
+
+
+def in_two_registrations(backend: SwapBackend) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four blocks of 4 KiB in host memory that was registered as two pieces, and as many on the device."""
+    host = torch.full((5, 4096), 3, dtype=torch.uint8)
+    host = host.view(-1)[-host.data_ptr() % 4096 :][: 4 * 4096].view(4, 4096)
+    backend.register(host.data_ptr(), 8192)
+    backend.register(host.data_ptr() + 8192, 8192)
+    return host, backend.ops.empty(4 * 4096).view(4, 4096)
+
+
+@pytest.mark.parametrize("make", [lambda: Asked(DECLARED["sim-int64"]), lambda: simulated("sim-int64")])
+def test_blocks_that_follow_each_other_are_not_joined_over_the_edge_of_a_registration(make: Any) -> None:
+    backend = make()
+    host, there = in_two_registrations(backend)
+    swap_blocks(host, there, [(i, i) for i in range(4)], backend=backend).wait()
+    assert int(there.sum()) == 3 * 4 * 4096
+    assert backend.stats()["descriptors"] == (2 if backend.has_pointer_query else 4)
+    there.zero_()
+    rows = [(host[i].data_ptr(), backend.ops.address_of(there[i]), 4096) for i in range(4)]
+    swap_blocks_batch(*tables(rows, "list"), direction="h2d", backend=backend).wait()
+    assert int(there.sum()) == 3 * 4 * 4096
