@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ecoffload.backend import D2H, H2D, Completion, Direction, PointerRange, SwapBackend
-from ecoffload.descriptors import AddressRanges, DescriptorPool
+from ecoffload.descriptors import AddressRanges, Batch, DescriptorPool
 from ecoffload.errors import ConfigError, DescriptorError
 from ecoffload.pointers import as_addresses, block_addresses
 from ecoffload.registry import backend_for, get_backend
@@ -114,7 +114,17 @@ def swap_blocks(
         if None not in edges:
             batch.merge(*edges)
     direction: Direction = D2H if src_there and not both_cpu else H2D
-    return submit_batch(backend, batch, direction, ops.current_stream() if stream is None else stream, keep=(src, dst))
+    return _submit(backend, batch, direction, stream, keep=(src, dst))
+
+
+def _submit(backend: SwapBackend, batch: Batch, direction: Direction, stream: Any, keep: Any = None) -> Completion:
+    """In order of ``stream``, both ways. Every descriptor has been checked."""
+    if stream is None:
+        stream = backend.ops.current_stream()
+    completion = submit_batch(backend, batch, direction, stream, keep=keep, checked=True)
+    if backend.spec.capabilities.submission == "blocking":
+        completion.block(stream)  # the copy runs on a thread, behind the stream; what comes later is to wait for it
+    return completion
 
 
 def _no_edges(backend: SwapBackend) -> bool:
@@ -215,9 +225,7 @@ def swap_blocks_batch(
     except BaseException:
         batch.release()
         raise
-    if stream is None:
-        stream = chosen.ops.current_stream()
-    return submit_batch(chosen, batch, direction or H2D, stream, checked=True)
+    return _submit(chosen, batch, direction or H2D, stream)
 
 
 _KINDS: dict[Direction, tuple[Literal["host", "device"], Literal["host", "device"]]] = {

@@ -324,3 +324,15 @@ def test_blocks_that_follow_each_other_are_not_joined_over_the_edge_of_a_registr
     rows = [(host[i].data_ptr(), backend.ops.address_of(there[i]), 4096) for i in range(4)]
     swap_blocks_batch(*tables(rows, "list"), direction="h2d", backend=backend).wait()
     assert int(there.sum()) == 3 * 4 * 4096
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_later_work_on_the_stream_waits_for_the_copy(name: str) -> None:
+    backend = simulated(name)
+    sim_of(backend).device.latency = 0.05
+    there = on(backend, blocks(4) * 0)
+    stream, seen = backend.ops.stream(), []
+    swap_blocks(blocks(4) * 0 + 7, there, [(0, 0)], stream=stream, backend=backend)
+    stream.put(lambda: seen.append(int(there[0, 0, 0])))
+    backend.ops.synchronize(stream)
+    assert seen == [7]
