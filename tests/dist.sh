@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What a user installs: `ecoffload[cuda]` from dist/ into an empty environment, without the repository on the path. The
+# demo runs on the CPU, the conformance suite passes, and nothing of rocm or xpu is there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+dist=$PWD/dist
+env=$(mktemp -d)
+trap 'rm -rf "$env"' EXIT
+
+"${PYTHON:-python3}" -m venv "$env/venv"
+pip=("$env/venv/bin/python" -m pip install --quiet --disable-pip-version-check --find-links "$dist" -c constraints.txt)
+"${pip[@]}" "ecoffload[cuda,demo,testing]"
+cp constraints.txt "$env"
+cd "$env"
+
+"$env/venv/bin/ecoffload" demo --turns 3 --json >demo.json
+"$env/venv/bin/ecoffload" backends --json >backends.json
+"$env/venv/bin/python" - <<'PY'
+import json
+
+totals = json.load(open("demo.json"))["totals"]
+assert totals["mismatched"] == 0 and totals["verified"] > 0, totals
+backends = {each["name"]: each["status"] for each in json.load(open("backends.json"))}
+assert backends.keys() == {"cpu", "cuda"}, backends
+assert backends["cpu"] == "ok", backends
+print(f"demo: {totals['verified']} reloads verified; backends: {backends}")
+PY
+"$env/venv/bin/python" -m pytest -q -p no:cacheprovider --pyargs ecoffload.testing.conformance --ecoffload-backend=cpu
