@@ -151,7 +151,6 @@ class EncoderCache:
         self._checksum = checksum or warm
         self._trust_uuids = trust_uuids
         self._encoding: dict[bytes, _Encoding] = {}
-        self._encoding_lock = threading.Lock()
         self._encodes = 0
         self.region = HostRegion.open(
             id,
@@ -287,7 +286,10 @@ class EncoderCache:
                     return found
                 # Too large, no room, or not verified yet: everybody who waited shares what was encoded.
                 ops = self._backend.ops
-                ops.wait(ops.current_stream(), work.event)
+                current = ops.current_stream()
+                ops.wait(current, work.event)
+                if self._backend.spec.capabilities.needs_record_stream:
+                    ops.record_stream(work.tensor, current)
                 return work.tensor
         try:
             with self._lock:

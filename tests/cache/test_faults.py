@@ -10,6 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,49 @@ def test_a_forked_child_may_open_its_own_cache_and_swap_whatever_its_parent_was_
     with held(queue._lock, backend._lock, swaps._pool._lock, *fence):  # type: ignore[attr-defined]
         assert exit_status(child) == 0
     queue.close()
+
+
+# --- an encode that is shared
+
+
+class Awaited(threading.Event):
+    """Says how many wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waiting.release()
+        return super().wait(timeout)
+
+
+def shared_by_three(r: Rig, during: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What one who encodes ``k`` and two who wait for it get. ``during``: runs once both wait, and is the encoder."""
+    with ThreadPoolExecutor(2) as pool:
+        others: list[Future[torch.Tensor]] = []
+
+        def never() -> torch.Tensor:
+            raise AssertionError("encoded twice")
+
+        def encode() -> torch.Tensor:
+            done = r.cache._encoding[b"k"].done = Awaited()
+            others.extend(pool.submit(r.cache.get_or_encode, "k", never) for _ in range(2))
+            for _ in range(2):
+                assert done.waiting.acquire(timeout=10)
+            return during()
+
+        first = r.cache.get_or_encode("k", encode)
+        return [first, *(each.result(10) for each in others)]
+
+
+def test_a_tensor_that_several_waited_for_is_recorded_on_the_stream_of_each(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig("sim-int64", capacity="4KiB")
+    assert r.backend.spec.capabilities.needs_record_stream
+    large = r.tensor(7, 2 * SIZE)
+    recorded = []
+    monkeypatch.setattr(r.ops, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    assert all(each is large for each in shared_by_three(r, lambda: large))
+    assert [each is large for each in recorded] == [True, True]
