@@ -302,7 +302,9 @@ class EncoderCache:
             self._tensor(tensor, what="encode() returned")
             with self._lock:
                 self._encodes += 1
-            self.put(name, tensor)
+            with self._lock:
+                if self._encoding.get(name) is mine:  # not if it was invalidated meanwhile
+                    self.put(name, tensor)
             ops = self._backend.ops
             current = ops.current_stream()
             if not ops.is_capturing(current):  # what a graph will compute cannot be shared with who waits now
@@ -312,7 +314,8 @@ class EncoderCache:
             return tensor
         finally:
             with self._encoding_lock:
-                del self._encoding[name]
+                if self._encoding.get(name) is mine:
+                    del self._encoding[name]
             mine.done.set()
 
     def contains(self, key: str | bytes) -> bool:
@@ -324,11 +327,15 @@ class EncoderCache:
             return self._scheduler.lookup(name)
 
     def invalidate(self, key: str | bytes | None = None) -> int:
-        """Forget one key, or everything; returns how many entries that were."""
+        """Forget one key, or everything; returns how many entries that were. What is being encoded now is given to
+        those who wait for it, and not kept."""
         name = None if key is None else _key(key)
         with self._lock:
             self._check()
             self._poll()
+            with self._encoding_lock:
+                for each in [name] if name is not None else list(self._encoding):
+                    self._encoding.pop(each, None)
             return self._scheduler.invalidate(name)
 
     def flush(self, timeout: float | None = None) -> bool:

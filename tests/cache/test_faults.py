@@ -335,3 +335,34 @@ def test_a_tensor_that_several_waited_for_is_recorded_on_the_stream_of_each(
     monkeypatch.setattr(r.ops, "record_stream", lambda tensor, stream: recorded.append(tensor))
     assert all(each is large for each in shared_by_three(r, lambda: large))
     assert [each is large for each in recorded] == [True, True]
+
+
+@pytest.mark.parametrize("key", ["k", None])
+def test_what_was_being_encoded_at_an_invalidation_is_shared_and_not_kept(
+    rig: Callable[..., Rig], key: str | None
+) -> None:
+    r = rig()
+    old = r.tensor(1)
+
+    def encode() -> torch.Tensor:
+        r.cache.invalidate(key)
+        return old
+
+    assert all(each is old for each in shared_by_three(r, encode))
+    assert not r.cache.contains("k")
+    new = r.tensor(2)
+    assert r.cache.get_or_encode("k", lambda: new) is new
+    assert r.cache.flush(10)
+    assert r.read(r.cache.get("k")) == 2
+
+
+def test_an_invalidation_of_another_key_leaves_an_encode_alone(rig: Callable[..., Rig]) -> None:
+    r = rig()
+
+    def encode() -> torch.Tensor:
+        r.cache.invalidate("other")
+        return r.tensor(1)
+
+    r.cache.get_or_encode("k", encode)
+    assert r.cache.flush(10)
+    assert r.cache.contains("k")
