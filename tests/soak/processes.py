@@ -250,7 +250,7 @@ class CopierDevice(SimInt64):
         self.device.latency = 0.002
         self._region = region
         self._pipe = pipe
-        self._era = -1  # the copier's; it may have come before its client
+        self._era = -1  # the copier's, which came before its client
         self._batches = 0
         self._ended = 0
 
@@ -296,7 +296,8 @@ def copier(line: Line, directory: Path, seed: int, pipe: socket.socket) -> None:
     """
     chance = random.Random(seed)
     alone = threading.Event()
-    with HostRegion.open(directory=directory, **{**OPEN, "create": False}) as region:
+    with HostRegion.open(directory=directory, **OPEN) as region:
+        pipe.send(bytes(8))
         jobs: deque[tuple[int, int, bytes]] = deque()
         came = threading.Semaphore(0)
 
@@ -342,9 +343,18 @@ def copier(line: Line, directory: Path, seed: int, pipe: socket.socket) -> None:
                     continue  # the worker was killed; the rest is written all the same
 
 
+def _first(pipe: socket.socket) -> bytes:
+    try:
+        return pipe.recv(8)
+    except OSError:
+        return b""
+
+
 def worker(line: Line, directory: Path, rank: int, pipe: socket.socket | None) -> None:
     """Carry out plans; look at every loaded byte and say whose it is."""
     before = descriptors()
+    if pipe is not None and not _first(pipe):  # its copier comes first: it must not be of a later era than its client
+        raise DeviceLost("the copier is gone", code=999)
     region = HostRegion.open(directory=directory, **OPEN)
     device = CopierDevice(region, pipe)
     self = OffloadWorker(region, device, rank, 2)
