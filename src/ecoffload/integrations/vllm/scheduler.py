@@ -69,6 +69,7 @@ class SchedulerHalf:
         self._failures: Counter[str] = Counter()
         self._seconds: dict[str, list[float]] = {"save": [], "load": []}
         self._told: dict[str, int] = {}
+        self._changed = True  # whether anything may have been counted since the last statistics
         self._gauges_at = 0.0
         self._worker_info: dict[str, Any] = {}
         self._announce()
@@ -132,6 +133,7 @@ class SchedulerHalf:
         if len(shape) == 2 and (rows is None or shape[0] == rows):
             return True
         # A client's own uuid for another input, most likely. vLLM would fail on the shape.
+        self._changed = True
         self._failures["mismatch"] += 1
         return False
 
@@ -143,6 +145,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, index: int) -> None:
         """An input of `request` gets its place in vLLM's encoder cache: to be loaded if promised, else encoded."""
+        self._changed = True
         feature = request.mm_features[index]
         identifier = feature.identifier
         op = self._promised.get(identifier)
@@ -234,6 +237,7 @@ class SchedulerHalf:
         engine = self.engine
         if not engine.poll():
             return
+        self._changed = True
         saved, loaded = engine.settled()
         now = time.monotonic()
         for sent, number, seconds in (
@@ -255,6 +259,7 @@ class SchedulerHalf:
             self._learned[modality] = dtype, width
         if report.info and report.info != self._worker_info:
             self._worker_info = dict(report.info)
+            self._gauges_at, self._changed = 0.0, True
             self._announce()
         if report.off:
             raise RuntimeError(f"a worker's half is turned off: {report.off}")
@@ -268,6 +273,7 @@ class SchedulerHalf:
         """
         if self.off:
             return 0
+        self._changed = True
         if identifier is None:
             self._durable = False
         return self.engine.invalidate(None if identifier is None else key_of(identifier))
@@ -294,6 +300,9 @@ class SchedulerHalf:
         """What happened since the last call, plain data; None if nothing did. Gauges come with it once a second."""
         if not self.off:
             self._poll()
+        if not self._changed:
+            return None
+        self._changed = False
         data: dict[str, Any] = dict(self._counts)
         self._counts.clear()
         failures, self._failures = self._failures, Counter()
@@ -352,7 +361,7 @@ class SchedulerHalf:
             return
         self.off = reason
         self._failures["off"] += 1
-        self._gauges_at = 0.0
+        self._gauges_at, self._changed = 0.0, True
         self._announce()
         log.error("ecoffload: the encoder cache is off, the engine goes on without it: %s", reason)
 
