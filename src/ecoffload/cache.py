@@ -23,12 +23,14 @@ from ecoffload.region import HostRegion
 from ecoffload.registry import get_backend
 from ecoffload.scheduler import OffloadScheduler
 from ecoffload.sizes import parse_size
+from ecoffload.tiers.opening import open_tier
 from ecoffload.worker import OffloadWorker, RegisterPolicy
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ecoffload.backend import SwapBackend
+    from ecoffload.tiers.interface import RemoteTier
 
 __all__ = ["CacheStats", "EncoderCache"]
 
@@ -44,7 +46,7 @@ class CacheStats:
     """Counts since the cache was opened, and what is held now. Bytes are entries' own bytes.
 
     ``worker`` and ``start`` say, as plain data, which backend and paths are used, whether the host memory is
-    registered, and whether the region started new or warm (and why not).
+    registered, and whether the region started new or warm (and why not); ``tier`` what came from a store behind it.
     """
 
     entries: int
@@ -70,6 +72,7 @@ class CacheStats:
     recovered: int
     worker: dict[str, Any] = field(default_factory=dict)
     start: dict[str, str] = field(default_factory=dict)
+    tier: dict[str, Any] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -107,6 +110,8 @@ class EncoderCache:
       :meth:`HostRegion.open`. ``warm`` keeps entries over a restart, and implies checksums.
     * ``trust_uuids``: entries put with ``client_key=True`` may outlive the process as well.
     * ``granule``: allocation unit in bytes, a multiple of 256.
+    * ``tier``: a store that other machines share, such as "mooncake://host:port" (:class:`TierOptions` says what may
+      follow), or a :class:`RemoteTier`; needs ``namespace``, and a network on which everybody is trusted.
     * ``ghost_stats``: watch reuse (under a microsecond a lookup), for ``ecoffload size --live``.
 
     Thread-safe. Not usable in a forked child (open one there). Raises :class:`ConfigError` for bad options,
@@ -131,6 +136,7 @@ class EncoderCache:
         scrub_on_close: bool = False,
         granule: int = DEFAULT_GRANULE,
         ghost_stats: bool = False,
+        tier: str | RemoteTier | None = None,
     ) -> None:
         nbytes = parse_size(capacity, option="capacity")
         if isinstance(granule, bool) or not isinstance(granule, int) or granule < 256 or granule % 256:
@@ -152,6 +158,8 @@ class EncoderCache:
         self._trust_uuids = trust_uuids
         self._encoding: dict[bytes, _Encoding] = {}
         self._encodes = 0
+        link = None if tier is None else open_tier(tier, namespace=namespace)
+        self._tier_wait = 0.0 if link is None else link.options.wait
         self.region = HostRegion.open(
             id,
             capacity=nbytes,
@@ -164,9 +172,13 @@ class EncoderCache:
         )
         try:
             self._scheduler = OffloadScheduler(
-                self.region, policy=policy, checksum=self._checksum, ghost_stats=ghost_stats
+                self.region, policy=policy, checksum=self._checksum, ghost_stats=ghost_stats, tier=link
             )
-            self._worker = OffloadWorker(self.region, backend, register=register)
+            try:
+                self._worker = OffloadWorker(self.region, backend, register=register)
+            except BaseException:
+                self._scheduler.close()
+                raise
         except BaseException:
             self.region.close()
             raise
@@ -237,6 +249,8 @@ class EncoderCache:
         return {names[name]: tensor for name, tensor in self._load(list(names)).items()}
 
     def _load(self, names: list[bytes]) -> dict[bytes, torch.Tensor]:
+        if self._scheduler.tier is not None:
+            self._await_tier(names)
         with self._lock:
             self._check()
             self._poll()
@@ -370,6 +384,7 @@ class EncoderCache:
                 recovered=self._scheduler.recovered,
                 worker=self._worker.stats(),
                 start={"how": self.region.start, "why": self.region.start_reason},
+                tier={} if self._scheduler.tier is None else self._scheduler.tier.stats(),
             )
 
     def close(self) -> None:
@@ -432,6 +447,24 @@ class EncoderCache:
         finally:
             if scheduler.has_pending():
                 scheduler.poll()
+
+    def _await_tier(self, names: list[bytes]) -> None:
+        """Have what is missing fetched, and wait until all of it is there, or known not to come, or it takes too long.
+        The lock is free meanwhile."""
+        with self._lock:
+            self._check()
+            self._poll()
+            coming = [name for name in names if self._scheduler.fetch(name)]
+        end = time.monotonic() + self._tier_wait
+        pause = 50e-6
+        while coming and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            with self._lock:
+                self._check()
+                self._poll()
+                tier = self._scheduler.tier
+                coming = [name for name in coming if tier is not None and tier.coming(name)]
 
     def _give_up(self) -> None:
         """What was planned and has not reached the worker has failed: an empty plan behind it makes the worker say so,

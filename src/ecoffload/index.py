@@ -40,6 +40,7 @@ class Entry:
         "dtype",
         "durable",
         "extents",
+        "fetched",
         "generation",
         "handle",
         "held_bytes",
@@ -70,6 +71,8 @@ class Entry:
         self.durable = True
         self.pins = 0
         self.write: Literal["reserved", "writing", "ended"] = "reserved"
+        self.fetched = False
+        """Whether its bytes come from a tier: while they do, nothing on the device can be ordered behind them."""
         self.listed = True
         """Whether its key leads to it."""
         self.quarantined = False
@@ -316,6 +319,10 @@ class EntryIndex:
             self._forget(entry)
             self._release(entry)
         return len(found)
+
+    def unlist(self, entry: Entry) -> None:
+        """No lookup finds it any more. If it is in flight it keeps its extents until it is dropped."""
+        self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         """Out of the policy and of the keys."""

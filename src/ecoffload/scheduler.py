@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ecoffload.checksums import Checksums
 from ecoffload.errors import CacheClosed
@@ -20,6 +21,9 @@ from ecoffload.plan import PLAN_VERSION, LoadOp, Plan, SaveOp
 from ecoffload.region import HostRegion
 from ecoffload.sizing import ReuseTimes
 from ecoffload.telemetry import Reporter
+
+if TYPE_CHECKING:
+    from ecoffload.tiers.link import TierLink
 
 __all__ = ["OffloadScheduler", "SchedulerStats"]
 
@@ -57,7 +61,8 @@ class OffloadScheduler:
     ``world`` is the number of workers, ranks 0 to world-1, that all carry out every plan. ``checksum``: entries become
     ready only once a checksum over their landed bytes was computed, on a thread of its own (always so in a warm
     region, where the entries of an earlier process are verified before they are promised). ``ghost_stats``: remember
-    the keys that were asked for, so that ``ecoffload size --live`` can say how large the region should be.
+    the keys that were asked for, so that ``ecoffload size --live`` can say how large the region should be. ``tier``: a
+    store behind the region, closed with this scheduler; committed entries are published there, ``fetch`` asks it.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class OffloadScheduler:
         policy: str | EvictionPolicy[bytes] = "auto",
         checksum: bool = False,
         ghost_stats: bool = False,
+        tier: TierLink | None = None,
     ) -> None:
         self.region = region
         self.world = world
@@ -98,8 +104,11 @@ class OffloadScheduler:
         self._bytes_saved = self._bytes_loaded = 0
         self._invalidated = self._workers_lost = 0
 
+        self.tier = tier
         self._recover(allocator)
         self._reporter = Reporter(region, self)
+        if tier is not None:
+            tier.attach(region, self.index)
 
     def _recover(self, allocator: ExtentAllocator) -> None:
         """Take over what a journal tells: committed entries once they are verified, unfinished ones into quarantine."""
@@ -142,8 +151,16 @@ class OffloadScheduler:
         return entry is not None and entry.write == "ended"
 
     def known(self, key: bytes) -> bool:
-        """Whether ``key`` has an entry that is there or on its way."""
-        return self.index.lookup(key) is not None
+        """Whether ``key`` has an entry that is there or being saved."""
+        entry = self.index.lookup(key)
+        return entry is not None and (entry.write == "ended" or not entry.fetched)
+
+    def fetch(self, key: bytes) -> bool:
+        """Have ``key`` fetched from the tier if the region does not hold it; whether it is on its way. Never waits."""
+        if self.tier is None:
+            return False
+        entry = self.index.lookup(key)
+        return self.tier.fetch(key) if entry is None else entry.fetched and entry.write != "ended"
 
     def plan_save(
         self,
@@ -160,7 +177,10 @@ class OffloadScheduler:
         ``cost`` is what encoding it again would cost (any one unit; default its bytes).
         """
         self._open()
-        if self.index.lookup(key) is not None:
+        known = self.index.lookup(key)
+        if known is not None and self.tier is not None and known.fetched and known.write != "ended":
+            self.tier.give_way(known)
+        elif known is not None:
             return None
         cost = float(nbytes) if cost is None else cost
         entry = self.index.reserve(key, nbytes, dtype, shape, cost=cost, durable=durable)
@@ -182,7 +202,7 @@ class OffloadScheduler:
         """
         self._open()
         entry = self.index.lookup(key)
-        if entry is None or (entry.write != "ended" and not in_flight):
+        if entry is None or (entry.write != "ended" and (entry.fetched or not in_flight)):
             self._misses += 1
             return None
         self._hits += 1
@@ -250,7 +270,7 @@ class OffloadScheduler:
 
     def has_pending(self) -> bool:
         """Whether saves or loads are planned or in flight, so that ``poll`` has something to wait for."""
-        return bool(self._saving or self._loading or (self._checksums is not None and self._checksums.waiting))
+        return self.saving() or bool(self._loading) or (self.tier is not None and self.tier.pending())
 
     def saving(self) -> bool:
         """Whether saves are planned or in flight (checksums included)."""
@@ -291,6 +311,8 @@ class OffloadScheduler:
         """Read completion from the region and settle what has ended; True if anything did. Never blocks."""
         self._reporter.tick()
         checked = self._checksums is not None and self._take_checksums(self._checksums)
+        if self.tier is not None:
+            checked |= self.tier.settle()
         saving, loading = self._saving, self._loading
         if not saving and not loading:
             return checked
@@ -317,7 +339,7 @@ class OffloadScheduler:
                 self._n_saves += 1
                 self._bytes_saved += entry.nbytes
                 if self._checksums is None or not entry.listed:
-                    index.commit(entry)
+                    self._commit(entry)
                 else:
                     self._checksums.put(entry)
         while loading and loading[0][0] <= loaded:
@@ -343,8 +365,13 @@ class OffloadScheduler:
                 self.index.drop(entry)
             else:
                 self.recovered += expected is not None and entry.listed
-                self.index.commit(entry, value)
+                self._commit(entry, value)
         return bool(taken)
+
+    def _commit(self, entry: Entry, checksum: int | None = None) -> None:
+        self.index.commit(entry, checksum)
+        if self.tier is not None:
+            self.tier.offer(entry)
 
     def _failures(self, saved: int, loaded: int) -> tuple[set[int], set[int]]:
         saves: set[int] = set()
@@ -396,6 +423,8 @@ class OffloadScheduler:
         self._open()
         count = self.index.invalidate(key)
         self._invalidated += count
+        if self.tier is not None:
+            self.tier.forget(key)
         return count
 
     def stats(self) -> SchedulerStats:
@@ -430,5 +459,7 @@ class OffloadScheduler:
         if self._checksums is not None:
             self._checksums.close()
             self._take_checksums(self._checksums)
+        if self.tier is not None and not self.tier.close():
+            return  # a call of its is stuck, and may write into the region
         if not self._saving and not self._loading:
             self.region.end_instance()

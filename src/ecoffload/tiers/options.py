@@ -1,0 +1,31 @@
+"""What the URL of every tier may say."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["TierOptions"]
+
+
+class TierOptions(BaseModel):
+    """How a link uses its tier; all other options in a URL are the scheme's own.
+
+    * ``publish``, ``fetch``: which of the two is done (both).
+    * ``wait``: seconds that a caller of :class:`EncoderCache` waits for an entry on its way before it is a miss.
+    * ``deadline``: seconds after which a fetch is given up.
+    * ``queue``: entries that may wait to be published; further ones are dropped and counted.
+    * ``fetchers``: threads that fetch.
+    * ``share``: of the region's bytes that may be in fetches or kept aside after them, and as much again in publishing.
+    * ``absent``: seconds for which a key that was not there is not asked for again.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    publish: bool = True
+    fetch: bool = True
+    wait: float = Field(default=0.25, ge=0)
+    deadline: float = Field(default=2.0, gt=0)
+    queue: int = Field(default=256, ge=1)
+    fetchers: int = Field(default=2, ge=1, le=16)
+    share: float = Field(default=0.25, gt=0, le=0.5)
+    absent: float = Field(default=1.0, ge=0)
