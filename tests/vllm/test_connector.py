@@ -280,6 +280,19 @@ def test_a_pin_outlasts_the_fast_rank(ours: Make, runner: str, devices: Devices)
     settle(vllm)
 
 
+def test_nothing_is_promised_until_every_rank_maps_the_region(
+    ours: Make, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = ours(runner=runner, ranks=2, encoder_cache_items=1)
+    half = vllm.connector._decider
+    monkeypatch.setattr(half.region, "ranks", lambda: frozenset({0}))
+    play(vllm, "aba")
+    assert vllm.encodes() == ["a", "b", "a"]
+    monkeypatch.undo()
+    play(vllm, "b")
+    assert vllm.encodes() == ["a", "b", "a"]
+
+
 # -- roles -------------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,9 @@ The connector is named without a module path: vLLM knows it by ecoffload's entry
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +82,19 @@ def test_two_tensor_parallel_ranks_reload_what_one_saved_before_all_were_killed(
     assert second["rounds"] == first["rounds"]
     for got, want in zip(second["rounds"], killed["rounds"], strict=False):
         assert got[0]["logprobs"][0] == pytest.approx(want[0]["logprobs"][0], abs=1e-3)
+
+
+def test_the_example_shows_a_rising_hit_rate(model: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "vllm" / "rising_hit_rate.py"
+    options = ["--images", "3", "--rounds", "2", "--side", "56", "--cpu-bytes", "1MiB", "--max-model-len", "256"]
+    done = subprocess.run(
+        [sys.executable, str(example), str(model), *options, "--prompt", "USER <image> w1 ASSISTANT"],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "round 1: 0 of 3 images reloaded, 0%" in done.stdout
+    assert "round 2: 3 of 3 images reloaded, 100%" in done.stdout
