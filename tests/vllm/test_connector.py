@@ -360,6 +360,7 @@ def test_a_warm_restart_hits_at_once(ours: Make) -> None:
         assert vllm.encodes() == []
         assert vllm.connector.effective_configuration()["start"] == "joined"
         assert vllm.workers[0].connector.effective_configuration()["start"] == "warm"
+        assert vllm.connector._decider._info()["start"] == "warm"
     finally:
         remove(vllm)
 

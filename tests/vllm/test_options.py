@@ -112,6 +112,16 @@ def test_a_vllm_that_lacks_hooks_is_refused(version: str) -> None:
         check_version(version)
 
 
+def test_an_old_vllm_is_refused_before_anything_is_imported_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from ecoffload.integrations import vllm as package
+
+    monkeypatch.setattr(vllm, "__version__", "0.28.0")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.28\.0 is too old"):
+        _ = package.EcoffloadConnector
+
+
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
 def test_a_vllm_that_was_tried_is_taken_without_a_word(version: str) -> None:
     assert check_version(version) == ""

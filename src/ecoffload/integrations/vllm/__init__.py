@@ -24,4 +24,11 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home == "connector":
+        # First, because an older vLLM lacks what the connector imports.
+        from vllm import __version__
+
+        from ecoffload.integrations.vllm.config import check_version
+
+        check_version(__version__)
     return getattr(import_module(f"{__name__}.{home}"), name)

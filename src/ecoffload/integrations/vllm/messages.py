@@ -41,4 +41,7 @@ class Report(ECConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: ECConnectorWorkerMetadata) -> Report:
         if not isinstance(other, Report):
             return self
-        return Report({**other.seen, **self.seen}, self.info or other.info, self.off or other.off)
+        info = self.info or other.info
+        if info.get("start") == "joined" and other.info:
+            info = other.info  # whoever came first knows how the region started
+        return Report({**other.seen, **self.seen}, info, self.off or other.off)

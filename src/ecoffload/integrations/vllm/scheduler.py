@@ -349,8 +349,8 @@ class SchedulerHalf:
             "version": __version__,
             "backend": str(self._worker_info.get("backend", "")),
             "path": str(self._worker_info.get("path", "")),
-            "start": self.region.start,
-            "reason": self.region.start_reason if self.setup.warm else self.setup.cold_reason,
+            "start": str(self._worker_info.get("start", self.region.start)),
+            "reason": str(self._worker_info.get("start_reason", "")) if self.setup.warm else self.setup.cold_reason,
         }
 
     # -- the end -----------------------------------------------------------------------------------------------------

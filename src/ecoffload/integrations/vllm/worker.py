@@ -191,6 +191,8 @@ class WorkerHalf:
             "backend": stats["backend"],
             "registered": stats["registered"],
             "path": "registered" if stats["registered"] else "plain",
+            "start": self.region.start,
+            "start_reason": self.region.start_reason,
         }
         return Report(seen=seen, info=info, off=self.off)
 
