@@ -462,6 +462,19 @@ def test_a_uuid_that_was_used_for_an_input_of_another_size_is_a_miss(ours: Make,
     assert vllm.encodes() == ["a", "b", "c", "a"]
 
 
+def test_a_promise_to_one_request_is_none_to_another_of_another_size(ours: Make, runner: str) -> None:
+    vllm = ours(runner=runner, encoder_cache_items=1)
+    play(vllm, "ab")
+    connector = vllm.connector
+    connector.ensure_cache_available(vllm.add("right size", "a"), 0)
+    assert connector.has_cache_item("a")
+    connector.ensure_cache_available(vllm.add("other size", "a", rows=8), 0)
+    assert not connector.has_cache_item("a")
+    connector.build_connector_meta(None)
+    vllm.abort("other size")
+    settle(vllm)
+
+
 def test_a_very_long_identifier_is_found_again(ours: Make, runner: str) -> None:
     long = "x" * 1000
     vllm = ours(runner=runner, encoder_cache_items=1)

@@ -56,7 +56,7 @@ def identify(config: Any, *, epoch: int | str = "") -> tuple[str, str]:
         missing.append("its weights are transferred while it runs")
     parts = {
         "model": str(model.model),
-        "revision": str(getattr(model, "revision", None)),
+        "revision": [str(getattr(model, name, None)) for name in ("revision", "code_revision", "hf_config_path")],
         "weights": weights,
         "load_format": load_format,
         "dtype": str(model.dtype),
