@@ -42,14 +42,15 @@ def demo(
     ] = None,
     turns: Annotated[int, typer.Option(help="Turns of the conversation.")] = 6,
     capacity: Annotated[
-        str | None, typer.Option(help="Host memory, such as 8MiB; default: three quarters of what all pictures need.")
+        str | None,
+        typer.Option(help="Host memory, such as 8MiB; default: three quarters of what all need, at least two pictures."),
     ] = None,
     backend: BackendName = "cpu",
     json: AsJson = False,
 ) -> None:
     """Encode photographs, drop and reload their encodings over a conversation, and verify every byte.
 
-    Exit 1 for bytes that differ, 2 if a file was no image (it is named, the rest goes on).
+    Exit 1 for bytes that differ, 2 if a file could not be read as an image (it is named, the rest goes on).
 
     Example: ecoffload demo --turns 6 --capacity 8MiB
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.text import Text
+
 from ecoffload.cli.output import print_json, stdout, table
 from ecoffload.registry import BackendRecord, list_backends
 
@@ -19,14 +21,14 @@ def run(probe: bool, as_json: bool) -> None:
     for row in rows:
         result.add_row(
             row["name"],
-            f"[{_COLOURS.get(row['status'], 'red')}]{row['status']}[/]",
+            Text(row["status"], _COLOURS.get(row["status"], "red")),
             f"{row['distribution']} {row['version']}",
             row["encoding"] or "-",
             ", ".join(k["name"] for k in row["kernels"]) or "-",
         )
     stdout.print(result)
-    for row in rows:
-        stdout.print(f"{row['name']}: {row['reason']}", markup=False, soft_wrap=True)
+    for row in rows:  # reasons are sentences, which no column of a table holds
+        stdout.print(f"{row['name']}: {row['reason']}")
 
 
 def _row(record: BackendRecord, probe: bool) -> dict[str, Any]:

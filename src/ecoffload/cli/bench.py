@@ -63,7 +63,6 @@ def _show(document: dict[str, Any]) -> None:
     stdout.print(
         f"{document['backend']} on {document['device']}; GB/s with {format_size(document['total_bytes'])} a batch; "
         f"one contiguous copy: h2d {peak['h2d']:.1f}, d2h {peak['d2h']:.1f}",
-        markup=False,
     )
     ways = list(document["rates"][0]["gb_per_s"])
     result = table("blocks", *(f"{direction} {way}" for direction in ("h2d", "d2h") for way in ways))
@@ -81,5 +80,4 @@ def _show(document: dict[str, Any]) -> None:
         registered = f"not registered: {start['reason']}"
     stdout.print(
         f"region of {format_size(start['region_bytes'])} reserved in {start['region_s'] * 1e3:.1f} ms, {registered}",
-        markup=False,
     )

@@ -1,4 +1,4 @@
-"""``ecoffload demo``: the main job, shown. Exit 1 for a mismatch, 2 if a file was no image."""
+"""``ecoffload demo``: the main job, shown. Exit 1 for a mismatch, 2 if a file could not be read as an image."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ecoffload.cli.output import BAD_INPUT, FAILED, missing, print_json, progress_bar, stderr, stdout, table
+from ecoffload.cli.output import BAD_INPUT, FAILED, missing, print_json, progress_bar, shortened, stderr, stdout, table
 from ecoffload.errors import ConfigError
 from ecoffload.registry import get_backend
 from ecoffload.sizes import format_size, parse_size
@@ -31,9 +31,9 @@ def run(images: Path | None, turns: int, capacity: str | None, backend_name: str
             pictures.append(read_picture(path))
         except ConfigError as exc:
             skipped.append(path.name)
-            stderr.print(f"skipped: {exc}", style="yellow", markup=False)
+            stderr.print(f"skipped: {exc}", style="yellow")
     if not pictures:
-        raise ConfigError(f"none of the {len(skipped)} files is an image", option="images", value=str(images))
+        raise ConfigError("there is no picture to encode", option="images", value=str(images))
     with progress_bar("encoding", None) as advance:
         outcome = play(
             pictures,
@@ -51,33 +51,41 @@ def run(images: Path | None, turns: int, capacity: str | None, backend_name: str
         stderr.print(f"error: {outcome.totals['mismatched']} reloaded tensors differ from what was saved", style="red")
         raise typer.Exit(FAILED)
     if skipped:
-        stderr.print(f"{len(skipped)} files were no images: {', '.join(skipped)}", style="yellow", markup=False)
         raise typer.Exit(BAD_INPUT)
 
 
 def _show(outcome: Outcome) -> None:
-    stdout.print(f"{outcome.tower}; backend {outcome.backend}; {outcome.turns} turns", markup=False)
-    result = table("image", "tokens", "bytes", "encode ms", "reload ms", "encoded / reloaded")
+    turns = f"{outcome.turns} turn{'s' if outcome.turns > 1 else ''}"
+    stdout.print(f"{outcome.tower}; backend {outcome.backend}; {turns}")
+    result = table("image", "tokens", "bytes", "encode\nms", "reload\nms", "encoded", "reloaded")
     for image in outcome.images:
         result.add_row(
-            image.name,
+            shortened(image.name, 24),
             str(image.tokens),
             format_size(image.nbytes),
-            f"{image.encode_ms:.1f}",
+            f"{image.encode_ms:.1f}" if image.encoded else "-",
             f"{image.reload_ms:.2f}" if image.reloaded else "-",
-            f"{image.encoded} / {image.reloaded}" + (f", {image.mismatched} DIFFER" if image.mismatched else ""),
+            str(image.encoded),
+            str(image.reloaded) + (f", {image.mismatched} DIFFER" if image.mismatched else ""),
         )
     stdout.print(result)
+    for image in outcome.images:
+        if image.same_as is not None:
+            stdout.print(f"{image.name} has the same pixels as {image.same_as}: one encoding serves both")
     t = outcome.totals
     stdout.print(
         f"hit rate {t['hit_rate']:.0%} ({t['hits']} of {t['lookups']} lookups); capacity {t['capacity']} of "
         f"{format_size(t['footprint_bytes'])} footprint, {t['evictions']} evictions"
     )
+    rate = "" if t["reload_gb_per_s"] is None else f" at {t['reload_gb_per_s']:.1f} GB/s"
     stdout.print(
-        f"saved {format_size(t['bytes_saved'])}, loaded {format_size(t['bytes_loaded'])} at "
-        f"{t['reload_gb_per_s']:.1f} GB/s; {t['verified']} reloads verified bit for bit, {t['mismatched']} differ"
+        f"saved {format_size(t['bytes_saved'])}, loaded {format_size(t['bytes_loaded'])}{rate}; "
+        f"{t['verified']} reloads verified bit for bit, {t['mismatched']} differ"
     )
     stdout.print(
         f"encode time {t['encode_ms'] / 1e3:.2f} s, reload time {t['reload_ms'] / 1e3:.3f} s, "
         f"encode time saved {t['encode_ms_saved'] / 1e3:.2f} s"
     )
+    if not t["reloaded"]:
+        why = "pictures come again from the second turn on" if outcome.turns == 1 else "a larger --capacity keeps more"
+        stdout.print(f"nothing was reloaded, so nothing was verified: {why}")

@@ -19,8 +19,8 @@ def run(as_json: bool) -> None:
     else:
         for check in checks:
             stdout.print(check.status.ljust(5), style=_COLOURS[check.status], end="")
-            stdout.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+            stdout.print(f"{check.name}: {check.detail}")
             if check.remedy:
-                stdout.print(f"     remedy: {check.remedy}", markup=False, soft_wrap=True)
+                stdout.print(f"     remedy: {check.remedy}")
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(FAILED)

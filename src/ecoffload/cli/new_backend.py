@@ -14,9 +14,7 @@ def run(name: str, directory: Path, as_json: bool) -> None:
     if as_json:
         print_json({"name": name, "path": str(path), "files": files})
     else:
-        stdout.print(path, markup=False, soft_wrap=True)
+        stdout.print(path)
     stderr.print(
         f"next: pip install -e {path} && pytest --pyargs ecoffload.testing.conformance --ecoffload-backend={name}",
-        markup=False,
-        soft_wrap=True,
     )

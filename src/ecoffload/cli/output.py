@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich import box
@@ -36,6 +36,7 @@ __all__ = [
     "missing",
     "print_json",
     "progress_bar",
+    "shortened",
     "stderr",
     "stdout",
     "table",
@@ -43,8 +44,10 @@ __all__ = [
 
 OK, FAILED, BAD_INPUT, UNAVAILABLE = 0, 1, 2, 3
 
-stdout = Console(soft_wrap=False, highlight=False)
-stderr = Console(stderr=True, highlight=False)
+# Text is printed as it is: names of files may look like markup, and who reads a pipe wraps lines as they like.
+_AS_IT_IS: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+stdout = Console(**_AS_IT_IS)
+stderr = Console(stderr=True, **_AS_IT_IS)
 
 
 def print_json(document: Any, *, indent: int | None = 2) -> None:
@@ -59,7 +62,7 @@ def errors_end_here() -> Iterator[None]:
     try:
         yield
     except EcoffloadError as exc:
-        stderr.print(f"error: {exc}", style="red", markup=False, soft_wrap=True)
+        stderr.print(f"error: {exc}", style="red")
         unavailable = isinstance(exc, BackendUnavailable | PluginError | NoSpace)
         bad = isinstance(exc, ConfigError | UnknownBackend | AmbiguousBackend)
         raise typer.Exit(UNAVAILABLE if unavailable else BAD_INPUT if bad else FAILED) from None
@@ -78,7 +81,8 @@ def progress_bar(description: str, total: int | None) -> Iterator[Callable[..., 
 
     Yields ``advance(n=1, description=None, total=None)``; a total of None is not known yet, or as it was.
     """
-    columns = (TextColumn("{task.description:24.24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description:24.24}", markup=False)
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(description, total=total)
 
@@ -88,9 +92,21 @@ def progress_bar(description: str, total: int | None) -> Iterator[Callable[..., 
         yield advance
 
 
+def shortened(name: str, width: int = 32) -> str:
+    """A name that leaves a table's other columns their room: cut in the middle, since both ends tell names apart."""
+    half = (width - 1) // 2
+    return name if len(name) <= width else f"{name[: width - 1 - half]}…{name[-half:]}"
+
+
 def table(*columns: str, text: int = 1) -> Table:
-    """The one style of table: the first ``text`` columns hold text, the others numbers."""
+    """The one style of table: the first ``text`` columns hold text, the others numbers.
+
+    The first column and numbers stay on one line, and so do the lines of headings.
+    """
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        result.add_column(column, justify="left" if number < text else "right", no_wrap=not number, overflow="fold")
+        wraps = 0 < number < text
+        widest = max(map(len, column.splitlines()))
+        justify: Literal["left", "right"] = "left" if number < text else "right"
+        result.add_column(column, justify=justify, no_wrap=not wraps, overflow="fold", min_width=widest)
     return result

@@ -14,7 +14,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from ecoffload.cli.output import print_json, stderr, stdout, table
+from ecoffload.cli.output import print_json, shortened, stderr, stdout, table
 from ecoffload.errors import ConfigError
 from ecoffload.regions import RegionInfo, check_id, list_regions, reclaim
 from ecoffload.sizes import format_size
@@ -70,24 +70,25 @@ def _document(info: RegionInfo, told: Activity | None) -> dict[str, Any]:
 
 
 def _activity_table(look: Look, before: dict[str, Activity]) -> Table:
-    result = table(
-        "region", "state", "size", "in use", "entries", "hit %", "in MB/s", "out MB/s", "pins", "evicted", "oldest"
-    )
+    columns = ["region", "state", "size", "in use", "entries", "hit\n%", "in\nMB/s", "out\nMB/s"]
+    more = ["pins", "evicted", "oldest"] if stdout.width >= 110 else []  # what a narrow terminal has no room for
+    result = table(*columns, *more)
     for info, told in look:
-        row = [info.id, info.state, format_size(info.nbytes)]
+        row = [shortened(info.id, 22), info.state, format_size(info.nbytes)]
         if told is not None:
             last = before.get(info.id, told)
             seconds = told.at - last.at
             rates = (told.bytes_saved - last.bytes_saved, told.bytes_loaded - last.bytes_loaded)
             row += [format_size(told.used_bytes), str(told.entries), f"{100 * told.hit_rate:.1f}"]
             row += [f"{rate / seconds / 1e6:.1f}" if seconds > 0 else "0.0" for rate in rates]
-            row += [str(told.pinned_entries), str(told.evictions), _age(told.oldest)]
+            row += [str(told.pinned_entries), str(told.evictions), _age(told.oldest)][: len(more)]
         result.add_row(*row)
     return result
 
 
 def _table(regions: list[RegionInfo]) -> Table:
     result = table("region", "state", "size", "age", "entries", "processes", "namespace")
+    result.columns[-2].no_wrap = result.columns[-1].no_wrap = False  # lists of processes and namespaces may be long
     for info in regions:
         state = info.state if info.ownerless is None else f"{info.state} {_age(info.ownerless)}"
         result.add_row(

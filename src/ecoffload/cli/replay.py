@@ -79,7 +79,6 @@ def _document(outcomes: dict[str, Outcome], moves: dict[str, Moved]) -> dict[str
 def _show(trace: Trace, outcomes: dict[str, dict[str, Outcome]], moves: dict[str, dict[str, Moved]]) -> None:
     stdout.print(
         f"{trace.name}: {len(trace)} lookups of {len(trace.sizes)} objects, {format_size(trace.footprint)} in all",
-        markup=False,
     )
     result = table("policy", "capacity", "hit %", "byte %", "Belady", "region", "evicted", "extents", "us")
     for policy, by_capacity in outcomes.items():

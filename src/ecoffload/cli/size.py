@@ -56,7 +56,6 @@ def show(name: str, curve: Curve, share: float, plot: Path | None, as_json: bool
     stdout.print(
         f"{name}: {curve.lookups} lookups, {format_size(curve.footprint)} of distinct objects; "
         f"an infinite cache would hit {curve.best:.1%} of the bytes",
-        markup=False,
     )
     if advice is None:
         stdout.print("nothing was asked for twice: no cache of any size would help")

@@ -19,10 +19,10 @@ def run(name: str | None, as_json: bool) -> None:
             reason="nothing to tune",
         )
     with stderr.status("measuring; nothing else should use the link meanwhile"):
-        found = tune(lambda line: stderr.print(line, markup=False, soft_wrap=True))
+        found = tune(stderr.print)
     if as_json:
         print_json(found)
         return
     for what, value in found.items():
         if what != "measured":
-            stdout.print(f"{what}: {value}", markup=False, soft_wrap=True)
+            stdout.print(f"{what}: {value}")

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ __all__ = ["Outcome", "PictureOutcome", "default_capacity", "play"]
 
 @dataclass(slots=True)
 class PictureOutcome:
-    """What happened to one picture. Times in ms; ``encode_ms`` and ``reload_ms`` are means of one."""
+    """What happened to one picture. Times in ms; ``encode_ms`` and ``reload_ms`` are means of one.
+
+    ``same_as``: the earlier picture with the same pixels, whose encoding serves this one too; None for most.
+    """
 
     name: str
     tokens: int
     nbytes: int
+    same_as: str | None = None
     encoded: int = 0
     reloaded: int = 0
     verified: int = 0
@@ -37,7 +42,7 @@ class PictureOutcome:
 
 @dataclass(slots=True)
 class Outcome:
-    """The whole conversation. ``skipped``: files that were no images."""
+    """The whole conversation. ``skipped``: files that could not be read as images."""
 
     tower: str
     backend: str
@@ -51,15 +56,25 @@ class Outcome:
         return asdict(self)
 
 
-def _held(picture: Picture) -> int:
-    nbytes = picture.tokens * HIDDEN * 2
-    return nbytes + -nbytes % DEFAULT_GRANULE
+def _nbytes(picture: Picture) -> int:
+    return picture.tokens * HIDDEN * 2
+
+
+def _held(pictures: list[Picture]) -> list[int]:
+    """Bytes that each different picture's encoding takes in the cache, largest first."""
+    different = {_key(picture): _nbytes(picture) for picture in pictures}
+    return sorted((nbytes + -nbytes % DEFAULT_GRANULE for nbytes in different.values()), reverse=True)
+
+
+def _key(picture: Picture) -> bytes:
+    """Of all that the encoding depends on: the same patches in another grid are another picture."""
+    return hashlib.sha256(repr(picture.grid).encode() + picture.patches.tobytes()).digest()
 
 
 def default_capacity(pictures: list[Picture]) -> int:
-    """Three quarters of all pictures' encodings, so that eviction really happens."""
-    sizes = [_held(picture) for picture in pictures]
-    return max(*sizes, sum(sizes) * 3 // 4)
+    """Three quarters of all encodings, so that eviction really happens; two of them at least, so that reloads do."""
+    sizes = _held(pictures)
+    return max(sum(sizes[:2]), sum(sizes) * 3 // 4)
 
 
 def play(
@@ -80,20 +95,33 @@ def play(
         raise ConfigError(f"--turns {turns} must be at least 1", option="turns", value=turns)
     if not pictures:
         raise ConfigError("there is no picture to encode", option="images", value=None)
+    sizes = _held(pictures)
     capacity = default_capacity(pictures) if capacity is None else capacity
+    if capacity < sizes[-1]:
+        raise ConfigError(
+            f"--capacity {format_size(capacity)} holds no picture: the smallest encoding takes "
+            f"{format_size(sizes[-1])}, all of them {format_size(sum(sizes))}",
+            option="capacity",
+            value=capacity,
+        )
     ops = backend.ops
     tower = VisionTower(ops.device)
     tower.encode(pictures[0])  # first use pays for lazy set-up; it belongs to no picture
-    outcomes = [PictureOutcome(p.name, p.tokens, p.tokens * HIDDEN * 2) for p in pictures]
-    truth: dict[int, torch.Tensor] = {}
+    keys = [_key(picture) for picture in pictures]
+    first = [keys.index(key) for key in keys]  # where each picture's pixels come first
+    outcomes = [
+        PictureOutcome(p.name, p.tokens, _nbytes(p), pictures[at].name if at < i else None)
+        for i, (p, at) in enumerate(zip(pictures, first, strict=True))
+    ]
+    truth: dict[bytes, torch.Tensor] = {}
+    spent: dict[bytes, list[float]] = {key: [] for key in keys}  # ms of each encode
     schedule = _schedule(len(pictures), turns)
     total = sum(map(len, schedule))
     done = 0
     with EncoderCache(capacity, backend=backend) as cache:
         for turn in schedule:
             for i in turn:
-                picture, outcome = pictures[i], outcomes[i]
-                key = hashlib.sha256(picture.patches.tobytes()).digest()
+                picture, outcome, key = pictures[i], outcomes[i], keys[i]
                 ops.synchronize()
                 start = time.perf_counter()
                 tensor = cache.get(key)
@@ -101,16 +129,17 @@ def play(
                     ops.synchronize()
                     outcome.reload_ms += 1e3 * (time.perf_counter() - start)
                     outcome.reloaded += 1
-                    same = torch.equal(_bytes(tensor), truth[i])
+                    same = torch.equal(_bytes(tensor), truth[key])
                     outcome.verified += same
                     outcome.mismatched += not same
                 else:
                     tensor = _on_device(tower.encode(picture), backend)
                     ops.synchronize()
-                    outcome.encode_ms += 1e3 * (time.perf_counter() - start)
+                    spent[key].append(1e3 * (time.perf_counter() - start))
+                    outcome.encode_ms += spent[key][-1]
                     outcome.encoded += 1
                     # What the encoder gave this time: random weights are fixed, but no two encodes need be equal.
-                    truth[i] = _bytes(tensor)
+                    truth[key] = _bytes(tensor)
                     cache.put(key, tensor)
                 del tensor  # the device tensor is dropped; only the host copy is left
                 done += 1
@@ -120,7 +149,8 @@ def play(
         stats = cache.stats()
     encode_ms = sum(o.encode_ms for o in outcomes)
     reload_ms = sum(o.reload_ms for o in outcomes)
-    saved_ms = sum(o.reloaded * o.encode_ms / o.encoded for o in outcomes if o.encoded) - reload_ms
+    # Pictures with the same pixels share their encodes, whichever of them came first.
+    avoided = sum(o.reloaded * fmean(spent[key]) for o, key in zip(outcomes, keys, strict=True) if o.reloaded)
     reloaded_bytes = sum(o.reloaded * o.nbytes for o in outcomes)
     for outcome in outcomes:
         outcome.encode_ms /= max(1, outcome.encoded)
@@ -137,11 +167,11 @@ def play(
         "evictions": stats.evictions,
         "bytes_saved": stats.bytes_saved,
         "bytes_loaded": stats.bytes_loaded,
-        "footprint_bytes": sum(_held(p) for p in pictures),
+        "footprint_bytes": sum(sizes),
         "encode_ms": encode_ms,
         "reload_ms": reload_ms,
-        "encode_ms_saved": saved_ms,
-        "reload_gb_per_s": reloaded_bytes / reload_ms / 1e6 if reload_ms else 0.0,
+        "encode_ms_saved": avoided - reload_ms,
+        "reload_gb_per_s": reloaded_bytes / reload_ms / 1e6 if reload_ms else None,
         "capacity": format_size(capacity),
         "registered": stats.worker["registered"],
     }

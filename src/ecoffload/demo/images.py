@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,13 +81,20 @@ def pictures_in(folder: Path) -> list[Path]:
 def read_picture(path: Path, max_tokens: int = 256) -> Picture:
     """Read and scale one picture so that it gives at most ``max_tokens`` tokens.
 
-    Raises :class:`ConfigError` for a file that is no image, naming it.
+    Raises :class:`ConfigError` for a file that is no image, or not all of one, naming it.
     """
+    name = os.fsencode(path.name).decode(errors="backslashreplace")  # it will be printed
+    opened = False
     try:
         with Image.open(path) as image:
+            opened = True
             rgb = image.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:
-        raise ConfigError(f"{path.name} is not an image that can be read: {exc}", option="images", value=path) from exc
+    except UnidentifiedImageError as exc:
+        why = "is empty" if not path.stat().st_size else "is not an image"
+        raise ConfigError(f"{name} {why}", option="images", value=path) from exc
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as exc:  # PIL raises all of them
+        why = "is a damaged image, perhaps cut short" if opened else "cannot be read"
+        raise ConfigError(f"{name} {why}: {exc}", option="images", value=path) from exc
     width, height = rgb.size
     scale = min(1.0, (max_tokens * _UNIT**2 / (width * height)) ** 0.5)
     columns, rows = (max(1, int(side * scale) // _UNIT) for side in (width, height))
@@ -98,4 +106,4 @@ def read_picture(path: Path, max_tokens: int = 256) -> Picture:
     patches = windows.transpose(0, 3, 1, 4, 6, 2, 5)
     frames = np.repeat(patches[..., None, :, :], _FRAMES, axis=-3)
     flat = frames.reshape(rows * columns * _MERGE**2, 3 * _FRAMES * PATCH * PATCH)
-    return Picture(path.name, np.ascontiguousarray(flat), (1, rows * _MERGE, columns * _MERGE))
+    return Picture(name, np.ascontiguousarray(flat), (1, rows * _MERGE, columns * _MERGE))
