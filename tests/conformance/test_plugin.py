@@ -141,10 +141,28 @@ def test_options_out_of_range_are_refused_in_words(tmp_path: Path, bad: str) -> 
 
 def test_a_requested_backend_that_is_not_available_fails_instead_of_being_skipped(tmp_path: Path) -> None:
     suite = ["--pyargs", "ecoffload.testing.conformance.test_declaration"]
-    result = run_pytest(tmp_path, *suite, "--ecoffload-backend=no-such-device")
+    report = tmp_path / "report.json"
+    result = run_pytest(tmp_path, *suite, "--ecoffload-backend=no-such-device", f"--ecoffload-report={report}")
+    assert result.returncode == 1
+    assert (result.stdout + result.stderr).count("was requested and is not available") == 1
+    assert "skipped" not in result.stdout.splitlines()[-1]
+    assert "was requested" in json.loads(report.read_text())["unavailable"]["no-such-device"]
+
+
+def test_a_requested_backend_that_is_not_available_fails_with_workers_too(tmp_path: Path) -> None:
+    suite = ["--pyargs", "ecoffload.testing.conformance.test_declaration"]
+    result = run_pytest(tmp_path, "-n", "1", *suite, "--ecoffload-backend=no-such-device")
     assert result.returncode == 1
     assert "was requested and is not available" in result.stdout
     assert "skipped" not in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("where", [".", "no/such/folder/report.json"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(miniature: Path, where: str) -> None:
+    result = run_pytest(miniature, "--ecoffload-backend=a", f"--ecoffload-report={miniature / where}")
+    assert result.returncode == 4
+    assert "--ecoffload-report" in result.stdout + result.stderr
+    assert "passed" not in result.stdout
 
 
 def test_ids_differ_have_a_group_and_say_since_when_they_are_asked() -> None:

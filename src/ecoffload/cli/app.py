@@ -43,7 +43,7 @@ def demo(
     turns: Annotated[int, typer.Option(help="Turns of the conversation.")] = 6,
     capacity: Annotated[
         str | None,
-        typer.Option(help="Host memory, such as 8MiB; default: three quarters of what all need, at least two pictures."),
+        typer.Option(help="Host memory, such as 8MiB; default: three quarters of all pictures', two at least."),
     ] = None,
     backend: BackendName = "cpu",
     json: AsJson = False,

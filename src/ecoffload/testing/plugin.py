@@ -6,12 +6,13 @@ for tests without the ``conformance`` marker, and reaches the rest of this packa
 A conformance test carries ``@asked(ID, since=N, when=...)`` (:mod:`ecoffload.testing.harness`). Whether it is asked of
 a backend is decided after its fixtures are up, since limits are those of a live device; one that is not asked is
 skipped with a reason that begins with "not asked:" and is listed in the report. A backend that was requested and is
-not available fails.
+not available fails the run, at once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
     suite = config.getoption("--ecoffload-suite")
     if not 1 <= suite <= SUITE:
         raise pytest.UsageError(f"--ecoffload-suite={suite}: this ecoffload has suites 1 to {SUITE}")
+    report = config.getoption("--ecoffload-report")
+    if report and not (os.access(Path(report).resolve().parent, os.W_OK) and not Path(report).is_dir()):
+        raise pytest.UsageError(f"--ecoffload-report={report}: no such file can be written there")
     xfails = config.getoption("--ecoffload-xfails")
     config.pluginmanager.register(_Suite(config, _read_xfails(xfails) if xfails else {}), "ecoffload-suite")
 
@@ -110,7 +114,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def ecoffload_device(request: pytest.FixtureRequest) -> Iterator[DeviceUnderTest]:
-    """One requested backend and its device, for the whole session; fails if it is not available."""
+    """One requested backend and its device, for the whole session; ends the run, as failed, if it is not available."""
     from ecoffload.errors import EcoffloadError
     from ecoffload.testing.harness import DeviceUnderTest
 
@@ -119,7 +123,13 @@ def ecoffload_device(request: pytest.FixtureRequest) -> Iterator[DeviceUnderTest
         device = DeviceUnderTest.named(name, budget=_budget)
     except EcoffloadError as exc:
         cause = f" (cause: {exc.__cause__!r})" if exc.__cause__ is not None else ""
-        pytest.fail(f"backend {name!r} was requested and is not available: {exc}{cause}", pytrace=False)
+        message = f"backend {name!r} was requested and is not available: {exc}{cause}"
+        if hasattr(request.config, "workerinput"):  # xdist takes a worker that leaves for an error of its own
+            pytest.fail(message, pytrace=False)
+        suite = request.config.pluginmanager.get_plugin("ecoffload-suite")
+        if isinstance(suite, _Suite):
+            suite.unavailable[name] = message
+        pytest.exit(message, returncode=pytest.ExitCode.TESTS_FAILED)
     yield device
     device.close()
 
@@ -131,6 +141,7 @@ class _Suite:
         self.config = config
         self.xfails = xfails
         self.results: dict[str, dict[str, Any]] = {}
+        self.unavailable: dict[str, str] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -205,6 +216,7 @@ class _Suite:
             "ecoffload": __version__,
             "budget": _budget,
             "backends": self._by_backend(),
+            "unavailable": self.unavailable,
         }
         Path(path).write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
 
