@@ -78,8 +78,9 @@ BULK: Final[dict[Direction, Shape]] = {
     # Loads: every SM's memory filled with 4 KiB slots keeps enough reads in flight for descriptors of 2 KiB too.
     # Evict-first: what is loaded passes through the L2 and should not push out what a GEMM beside it keeps there.
     H2D: Shape(14, 4, 1, 4096, ("HINT",)),
-    # Stores: as few bytes on their way as fill the link, since writes that queue for it hold up every other SM's.
-    D2H: Shape(4, 4, 2, 4096, ("SETTLE",)),
+    # Stores: few bytes on their way, since writes that queue for the link hold up every other SM's; half as many again
+    # as the fastest host needs, because another host's memory answered later and got 0.83 of its link at 2 KiB.
+    D2H: Shape(6, 4, 2, 4096, ("SETTLE",)),
 }
 PLAIN: Final = Shape(16, 0, 0, 16384)
 PLAIN_BLOCKS: Final = 16

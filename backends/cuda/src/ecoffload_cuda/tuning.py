@@ -83,7 +83,7 @@ class Tuning:
 # other, the engine's part is kept small: it is the host that limits it there, and hosts differ more than links do.
 DEFAULTS: Final = Tuning(
     h2d=Way(((40 * _KIB, 0.5), (56 * _KIB, 1.0)), ((0, 2),)),
-    d2h=Way(((40 * _KIB, 0.5), (56 * _KIB, 1.0)), ((0, 3), (3 * _KIB, 2))),
+    d2h=Way(((40 * _KIB, 0.5), (56 * _KIB, 1.0)), ((0, 4), (3 * _KIB, 2))),
     kernel_min=8,
     source="defaults",
 )
