@@ -443,7 +443,7 @@ def _only(records: Iterable[BackendRecord], kind: str | None) -> str:
     if not names:
         raise UnknownBackend(
             f"no installed package brings a backend for devices of type {kind!r}; "
-            f"try pip install 'ecoffload[{kind}]', or see 'ecoffload backends'",
+            f"{_remedy(kind)}, or see 'ecoffload backends'",
             name=kind,
             known=sorted(_registry.discover()),
         )
@@ -452,6 +452,13 @@ def _only(records: Iterable[BackendRecord], kind: str | None) -> str:
         f"name one, as an argument or in ECOFFLOAD_BACKEND",
         candidates=names,
     )
+
+
+def _remedy(kind: str | None) -> str:
+    """Which package would serve a device type, where that is known: torch calls AMD's devices "cuda"."""
+    extras = {"cuda": "'ecoffload[cuda]' (NVIDIA) or 'ecoffload[rocm]' (AMD)", "hip": "'ecoffload[rocm]'"}
+    extras |= {"rocm": "'ecoffload[rocm]'", "xpu": "'ecoffload[xpu]'"}
+    return f"try pip install {extras[kind]}" if kind in extras else "install the package of the device's backend"
 
 
 def backend_for(tensor: torch.Tensor) -> SwapBackend:

@@ -53,7 +53,18 @@ def test_without_typer_one_line_says_how_to_get_it() -> None:
     code = "import sys; sys.modules['typer'] = None; from ecoffload.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert done.stderr == "the ecoffload command needs its extra: pip install 'ecoffload[cli]'\n"
+    assert "pip install 'ecoffload[cli]'" in done.stderr
+    assert "pip install '.[cli]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_version_is_told_by_the_command_and_by_the_module(run: Run) -> None:
+    from ecoffload import __version__
+
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"ecoffload {__version__}\n")
+    done = subprocess.run([sys.executable, "-m", "ecoffload", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == result.stdout
 
 
 # --- backends, doctor, tune, new-backend

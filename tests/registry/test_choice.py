@@ -135,6 +135,18 @@ def test_a_device_of_another_type_than_the_named_backends_is_refused() -> None:
         get_backend("cpu", device="cuda:1")
 
 
+def test_a_package_is_named_for_a_device_type_that_one_is_known_for() -> None:
+    with pytest.raises(UnknownBackend) as caught:
+        get_backend(device="banana")
+    assert "pip install" not in str(caught.value)
+
+
+@pytest.mark.parametrize("index", ["cpu:1", "cpu:3"])
+def test_there_is_one_cpu(index: str) -> None:
+    with pytest.raises(ConfigError, match=index):
+        get_backend(device=index)
+
+
 @pytest.mark.parametrize("device", ["cuda:", ":1", "cuda:one", ""])
 def test_a_device_that_is_no_device_is_refused(device: str) -> None:
     with pytest.raises(ConfigError):

@@ -14,6 +14,8 @@ def main() -> None:
     except ModuleNotFoundError as exc:
         if exc.name is None or exc.name.partition(".")[0] not in ("typer", "rich", "click"):
             raise
-        sys.stderr.write("the ecoffload command needs its extra: pip install 'ecoffload[cli]'\n")
+        sys.stderr.write(
+            "the ecoffload command needs its extra: pip install 'ecoffload[cli]', or in a clone: pip install '.[cli]'\n"
+        )
         sys.exit(3)
-    app()
+    app(prog_name="ecoffload")

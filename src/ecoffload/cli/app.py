@@ -7,19 +7,35 @@ from typing import Annotated
 
 import typer
 
+from ecoffload import __version__
 from ecoffload.cli.output import errors_end_here
 
 __all__ = ["app"]
 
 app = typer.Typer(
     name="ecoffload",
-    help="Encoder outputs in host memory, reloaded instead of encoded again.",
     epilog="Exit codes: 0 ok, 1 a check failed, 2 bad input, 3 what was asked for is unavailable.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ecoffload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Encoder outputs in host memory, reloaded instead of encoded again."""
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of a table.")]
 BackendName = Annotated[str, typer.Option("--backend", help="A backend's name; see 'ecoffload backends'.")]

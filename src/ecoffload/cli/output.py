@@ -71,7 +71,9 @@ def errors_end_here() -> Iterator[None]:
 def missing(what: str, exc: ModuleNotFoundError, extra: str) -> BackendUnavailable:
     """The error for a package that one of our extras brings."""
     return BackendUnavailable(
-        f"{what} needs {exc.name}: pip install 'ecoffload[{extra}]'", name=exc.name, reason="not installed"
+        f"{what} needs {exc.name}: pip install 'ecoffload[{extra}]', or in a clone: pip install '.[{extra}]'",
+        name=exc.name,
+        reason="not installed",
     )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ecoffload.backend import BackendSpec, BatchView, Completed, Completion, DeviceOps, Direction, SwapBackend
 from ecoffload.cpu.copies import ROWS_BELOW, copy_descriptors, words_at
+from ecoffload.errors import ConfigError
 from ecoffload.host_queue import CALLER, Caller, HostEvent, HostQueue, QueuedCompletion
 
 __all__ = ["CpuBackend", "CpuOps"]
@@ -79,6 +80,12 @@ class CpuBackend(SwapBackend):
     """Copies with memmove and numpy's row copies, the GIL released, on as many cores as the batch is worth."""
 
     def __init__(self, spec: BackendSpec, device_index: int = 0, ops: DeviceOps | None = None) -> None:
+        if device_index:
+            raise ConfigError(
+                f"device 'cpu:{device_index}': torch has one device of type 'cpu'; write 'cpu'",
+                option="device",
+                value=device_index,
+            )
         super().__init__(spec, 0, ops or CpuOps())
         self._helpers = max(0, (len(os.sched_getaffinity(0))) - 1)
         self._forget_pool()
