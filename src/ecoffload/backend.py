@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -156,6 +157,7 @@ class Limits(NamedTuple):
     max_descriptors: int | None = None
     max_bytes: int | None = None
     alignment: int = 1
+    min_bytes: int = 1
 
 
 class PointerRange(NamedTuple):
@@ -348,7 +350,12 @@ class SwapBackend(ABC):
         kernels = self.spec.kernels
         counts = [k.max_descriptors for k in kernels if k.max_descriptors is not None]
         sizes = [k.max_bytes for k in kernels if k.max_bytes is not None]
-        return Limits(min(counts, default=None), min(sizes, default=None), max(k.alignment for k in kernels))
+        return Limits(
+            min(counts, default=None),
+            min(sizes, default=None),
+            lcm(*(k.alignment for k in kernels)),
+            max(k.min_bytes for k in kernels),
+        )
 
     @abstractmethod
     def submit(self, batch: BatchView, direction: Direction, stream: Any) -> Completion | None:

@@ -234,11 +234,30 @@ class Batch:
             size=size,
         )
 
-    def split(self, max_descriptors: int | None, max_bytes: int | None = None) -> Iterator[SubBatch]:
-        """Windows of at most ``max_descriptors``, in order. Descriptors above ``max_bytes`` are cut beforehand."""
+    def check_shape(self, alignment: int, min_bytes: int) -> None:
+        """Refuse a descriptor whose addresses or size are no multiples of ``alignment`` bytes, or that has less than
+        ``min_bytes``: a kernel would move other bytes. Raises :class:`DescriptorError`."""
+        self._live()
+        if self.count == 0:
+            return
+        src, dst, size = (a[: self.count] for a in self._arrays)
+        unit = np.uint64(alignment)
+        bad = ((src % unit) | (dst % unit) | (size % unit) | (size < np.uint64(min_bytes))) != 0
+        if bad.any():
+            self._refuse(
+                int(bad.argmax()),
+                f"this device copies at least {min_bytes} bytes, and multiples of {alignment} at such addresses",
+                None,
+            )
+
+    def split(
+        self, max_descriptors: int | None, max_bytes: int | None = None, alignment: int = 1
+    ) -> Iterator[SubBatch]:
+        """Windows of at most ``max_descriptors``, in order. Descriptors above ``max_bytes`` are cut beforehand, at
+        multiples of ``alignment`` bytes."""
         lease = self._live()
         if max_bytes is not None:
-            self._cut(max_bytes)
+            self._cut(max(max_bytes // alignment, 1) * alignment)
             lease = self._live()
         src, dst, size = lease.addresses
         n = self.count

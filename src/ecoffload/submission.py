@@ -48,11 +48,13 @@ def submit_batch(
     parts: list[Completion] = []
     try:
         limits = backend.limits(direction)
+        if limits.alignment > 1 or limits.min_bytes > 1:
+            batch.check_shape(limits.alignment, limits.min_bytes)
         most = 1 if backend.per_copy else limits.max_descriptors
         if limits.max_bytes is None and (most is None or batch.count <= most):
             views: Any = (batch,)
         else:
-            views = batch.split(most, limits.max_bytes)
+            views = batch.split(most, limits.max_bytes, limits.alignment)
         for view in views:
             completion = backend.submit(view, direction, stream)
             if completion is not None:

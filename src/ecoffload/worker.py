@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
 
 from ecoffload.backend import D2H, H2D, Completed, Completion, Registration, SwapBackend
@@ -105,6 +106,9 @@ class OffloadWorker:
         self._host_ordered = ops.host_ordered
         self._record = backend.spec.capabilities.needs_record_stream
         self._nbytes = region.nbytes
+        limits = backend.limits(D2H), backend.limits(H2D)
+        unit, least = lcm(*(each.alignment for each in limits)), max(each.min_bytes for each in limits)
+        self._shape = unit > 1 or least > 1, unit, least  # what a descriptor has to be like: an odd one fails alone
         self._registrations: list[Registration] = []
         self.registered = False
         """Whether the region is DMA-able by this device: true only after every chunk was registered."""
@@ -263,11 +267,19 @@ class OffloadWorker:
         left = op.nbytes
         limit = self._nbytes
         base = self._base
+        shaped, unit, least = self._shape
         for offset, length in op.extents:
             take = length if length < left else left
             if offset < 0 or take <= 0 or offset + length > limit:
                 self._refuse(op, offset, length)
             host = self._chunk_address(op, offset, length) if base is None else base + offset
+            if shaped and (address % unit or host % unit or take % unit or take < least):
+                raise DescriptorError(
+                    f"key {op.key!r}: {take} bytes at {address:#x}; this device copies at least {least} bytes, and "
+                    f"multiples of {unit} at such addresses",
+                    index=None,
+                    size=take,
+                )
             if to_host:
                 batch.append(address, host, take)
             else:

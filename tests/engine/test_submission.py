@@ -11,13 +11,15 @@ import pytest
 import torch
 from engine_kit import QueryFails, eventually
 
-from ecoffload.backend import Completion, SwapBackend
+from ecoffload.backend import Completion, KernelSpec, Limits, SwapBackend
 from ecoffload.cpu.backend import CpuBackend
 from ecoffload.cpu.plugin import ecoffload_register_backend
 from ecoffload.descriptors import AddressRanges, DescriptorPool
+from ecoffload.drivers import words_at
 from ecoffload.errors import DescriptorError, StaleBatch, SwapFailed
 from ecoffload.host_queue import BlockingBackend
 from ecoffload.submission import submit_batch
+from ecoffload.testing.declarations import DECLARED
 from ecoffload.testing.devices import sim_of, simulated
 from ecoffload.testing.harness import DeviceUnderTest, random_bytes
 
@@ -241,3 +243,47 @@ def test_a_wrapped_blocking_backend_answers_all_that_its_author_wrote() -> None:
     public = {name for name, value in vars(SwapBackend).items() if callable(value) and not name.startswith("_")}
     for name in public - own:
         assert getattr(backend, name) == getattr(inner, name), name
+
+
+def choosy(name: str = "sim-uint64") -> SwapBackend:
+    """A device whose kernels copy multiples of 16 and of 24 bytes, at least 96 of them and at most 1000."""
+    spec = DECLARED[name]
+    kernels = tuple(
+        KernelSpec(name=f"by-{unit}", address_dtype="uint64", alignment=unit, min_bytes=96, max_bytes=1000)
+        for unit in (16, 24)
+    )
+    spec = spec.model_copy(update={"kernels": kernels})
+    return spec.load_class()(spec)
+
+
+def test_declared_limits_are_those_that_every_kernel_can_take() -> None:
+    assert choosy().limits("d2h") == Limits(None, 1000, 48, 96)
+
+
+@pytest.mark.parametrize("odd", [(8, 0, 96), (0, 8, 96), (0, 0, 100), (0, 0, 48)])
+def test_what_no_declared_kernel_can_copy_is_refused(odd: tuple[int, int, int]) -> None:
+    device = DeviceUnderTest(choosy())
+    tensor = device.tensor(4096, 1)
+    at = -(-device.address(tensor) // 48) * 48
+    with device.host(4096, 0) as host:
+        to = -(-host.alias // 48) * 48
+        device.finish(device.submit("d2h", [(at, to, 96)]))
+        with pytest.raises(DescriptorError, match=r"descriptor 1 .*multiples of 48"):
+            device.submit("d2h", [(at, to, 96), (at + odd[0], to + odd[1], odd[2])])
+    assert device.pool.leased == 0
+
+
+def test_long_descriptors_are_cut_where_the_kernels_can_go_on() -> None:
+    device = DeviceUnderTest(choosy())
+    backend, submit, sizes = device.backend, device.backend.submit, []
+
+    def noted(batch: Any, direction: Any, stream: Any) -> Any:
+        sizes.extend(words_at(batch.size, batch.count))
+        return submit(batch, direction, stream)
+
+    backend.submit = noted  # type: ignore[method-assign]
+    tensor = device.tensor(4096, 1)
+    with device.host(4096, 0) as host:
+        at, to = -(-device.address(tensor) // 48) * 48, -(-host.alias // 48) * 48
+        device.finish(device.submit("d2h", [(at, to, 48 * 42)]))
+    assert sizes == [960, 960, 96]

@@ -10,6 +10,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import lcm
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -88,10 +89,8 @@ class DeviceUnderTest:
         """Seconds after which something that must end is taken for hung."""
         self.delay_ms = 60.0
         """How long a held-back stream is held back: far above a submit's own time, short enough for many tests."""
-        self.alignment = max(
-            [backend.limits("d2h").alignment, backend.limits("h2d").alignment]
-            + [max(k.alignment, k.min_bytes) for k in self.spec.kernels]
-        )
+        shapes = [backend.limits("d2h"), backend.limits("h2d"), *self.spec.kernels]
+        self.alignment = lcm(*(each.alignment for each in shapes), *(each.min_bytes for each in shapes))
         self.side = self.ops.stream()
         """The stream that swaps run on unless a test names another."""
         self._scratch: Any = None
