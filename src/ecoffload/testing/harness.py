@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ecoffload.backend import Completion, Direction, Registration, SwapBackend
+from ecoffload.backend import Completion, Direction, KernelSpec, Limits, Registration, SwapBackend
 from ecoffload.descriptors import AddressRanges, DescriptorPool
 from ecoffload.host_queue import BlockingBackend
 from ecoffload.registry import get_backend
@@ -89,7 +89,7 @@ class DeviceUnderTest:
         """Seconds after which something that must end is taken for hung."""
         self.delay_ms = 60.0
         """How long a held-back stream is held back: far above a submit's own time, short enough for many tests."""
-        shapes = [backend.limits("d2h"), backend.limits("h2d"), *self.spec.kernels]
+        shapes: list[Limits | KernelSpec] = [backend.limits("d2h"), backend.limits("h2d"), *self.spec.kernels]
         self.alignment = lcm(*(each.alignment for each in shapes), *(each.min_bytes for each in shapes))
         self.side = self.ops.stream()
         """The stream that swaps run on unless a test names another."""
