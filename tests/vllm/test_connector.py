@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import WrongEncoderOutput
+from harness import WrongEncoderOutput, encoder_output
 from late_backend import Devices
 from reference_connector import CLOCK
 
@@ -238,6 +238,14 @@ def test_a_planned_save_that_vllm_never_makes_does_not_stay_on_its_way(ours: Mak
     vllm.add("both", "b", "a")
     settle(vllm)
     assert all(entry.state == "ready" for entry in index(vllm))
+
+
+def test_a_step_whose_only_planned_save_is_never_made_leaves_nothing_pending(ours: Make) -> None:
+    vllm = ours(runner="v2")
+    vllm.workers[0].cache["a"] = encoder_output("a", 16)  # V2 saves only what was not there before
+    play(vllm, "a")
+    settle(vllm)
+    assert len(index(vllm)) == 0
 
 
 def test_a_step_scheduled_ahead_of_the_last_one_reads_what_it_was_promised(
