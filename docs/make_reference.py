@@ -46,7 +46,8 @@ def _row(option: Any) -> str:
     is_option = option.param_type_name == "option"
     name = ", ".join(option.opts) if is_option else str(option.metavar or option.name).upper()
     value = "" if getattr(option, "is_flag", False) or not is_option else f" {option.metavar or 'VALUE'}"
-    default = "" if option.default in (None, False, [], ()) or option.required else f"`{option.default}`"
+    values = option.default if isinstance(option.default, list | tuple) else [option.default]
+    default = "" if option.default in (None, False) or option.required else ", ".join(f"`{each}`" for each in values)
     return f"| `{name}{value}` | {default} | {getattr(option, 'help', None) or ''} |"
 
 

@@ -93,6 +93,8 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
     try:
         with _text(path) as lines:
             start = lines.read(1)
+            if not start:
+                raise ConfigError(f"trace {str(path)!r} is empty", option="trace", value=str(path))
             lines.seek(0)
             rows = _json_rows(path, lines, columns) if start == "{" else _csv_rows(path, lines, columns)
             for line, key, amount, is_bytes in rows:
@@ -112,7 +114,17 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
                 if number == len(sizes):
                     sizes.append(size)
                 objects.append(number)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as exc:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as exc:
+        raise ConfigError(
+            f"trace {str(path)!r} is a damaged or incomplete gzip file: {exc}", option="trace", value=str(path)
+        ) from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"trace {str(path)!r} is neither text nor gzip ({exc}); a trace is CSV with a header or JSON lines",
+            option="trace",
+            value=str(path),
+        ) from exc
+    except (OSError, csv.Error) as exc:
         raise ConfigError(f"trace {str(path)!r} cannot be read: {exc}", option="trace", value=str(path)) from exc
     if not objects:
         raise ConfigError(f"trace {str(path)!r} has no rows", option="trace", value=str(path))

@@ -203,6 +203,15 @@ def test_watching_prints_one_json_document_a_look(run: Run, region_name: str) ->
     assert region_name in text.stdout
 
 
+def test_a_region_that_is_not_there_is_bad_input_and_those_that_are_get_named(run: Run, region_name: str) -> None:
+    with HostRegion.open(region_name, capacity=1 << 20, granule=4096):
+        for command in (("regions", "nope"), ("regions", "nope", "--reclaim"), ("size", "--live", "nope")):
+            result = run(*command)
+            assert result.exit_code == 2
+            assert "no region 'nope'" in result.stderr
+            assert region_name in result.stderr
+
+
 @pytest.mark.parametrize("options", [("--directory", "/nowhere"), ("no/id",), ("--interval", "0")])
 def test_regions_refuses_what_it_cannot_look_at(run: Run, options: tuple[str, ...]) -> None:
     assert run("regions", *options).exit_code == 2
@@ -321,6 +330,32 @@ def test_a_trace_that_is_not_there_is_two(run: Run, tmp_path: Path) -> None:
     result = run("size", tmp_path / "none.csv")
     assert result.exit_code == 2
     assert "none.csv" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "neither text nor gzip"),
+        (b"\x1f\x8bgarbage", "damaged or incomplete gzip"),
+        ((TRACES / "b_base.csv.gz").read_bytes()[:3000], "damaged or incomplete gzip"),
+    ],
+    ids=["empty", "binary", "no gzip", "half a gzip"],
+)
+@pytest.mark.parametrize("command", ["size", "replay"])
+def test_what_is_wrong_with_a_trace_is_said(run: Run, tmp_path: Path, command: str, content: bytes, said: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    result = run(command, path)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_defaults_are_shown_and_flags_take_no_value(run: Run) -> None:
+    words = " ".join(run("replay", "--help").stdout.split())
+    assert "[default: auto, lru]" in words
+    assert "[default: 10%]" in words
+    assert "--json <bool>" not in words
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(run: Run, trace: Path, tmp_path: Path) -> None:

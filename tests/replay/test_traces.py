@@ -69,7 +69,7 @@ def test_the_head_of_a_trace_is_a_trace_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no column"),
+        ("", "is empty"),
         ("obj,tokens\n", "has no rows"),
         ("a,b\n1,2\n", r"it has a, b: name the right ones with --key-column"),
         ("obj\n1\n", "'tokens'"),

@@ -31,16 +31,17 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Encoder outputs in host memory, reloaded instead of encoded again."""
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="One JSON document on stdout instead of a table.")]
 BackendName = Annotated[str, typer.Option("--backend", help="A backend's name; see 'ecoffload backends'.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture: .png, .svg or .pdf.")]
 
+_POLICIES, _CAPACITIES = ["auto", "lru"], ["10%"]
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="One lookup a row: CSV with a header or JSON lines, gzipped or not.")
 ]
@@ -56,7 +57,7 @@ def demo(
     images: Annotated[
         Path | None, typer.Option(help="A folder of pictures; default: scikit-image's photographs.")
     ] = None,
-    turns: Annotated[int, typer.Option(help="Turns of the conversation.")] = 6,
+    turns: Annotated[int, typer.Option(min=1, max=1000, help="Turns of the conversation.")] = 6,
     capacity: Annotated[
         str | None,
         typer.Option(help="Host memory, such as 8MiB; default: three quarters of all pictures', two at least."),
@@ -78,7 +79,7 @@ def demo(
 
 @app.command()
 def backends(
-    probe: Annotated[bool, typer.Option("--probe", help="Initialise each device, in a child process.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", metavar="", help="Initialise each, in a child process.")] = False,
     json: AsJson = False,
 ) -> None:
     """List installed backends: encoding, kernels, and whether each can run here and why not.
@@ -156,10 +157,10 @@ def regions(
     ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Only these; default: all.")] = None,
     directory: Annotated[Path, typer.Option(help="Where regions lie.")] = Path("/dev/shm"),
     reclaim: Annotated[
-        bool, typer.Option("--reclaim", help="Unlink those that nobody maps, warm ones included.")
+        bool, typer.Option("--reclaim", metavar="", help="Unlink those that nobody maps, warm ones included.")
     ] = False,
     after: Annotated[float, typer.Option(min=0, help="With --reclaim: only those ownerless for so many seconds.")] = 0,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until interrupted.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", metavar="", help="Again and again, until interrupted.")] = False,
     interval: Annotated[float, typer.Option(min=0.05, help="With --watch: seconds between two looks.")] = 1,
     count: Annotated[int, typer.Option(min=0, help="With --watch: looks before it ends; 0: until interrupted.")] = 0,
     json: AsJson = False,
@@ -178,14 +179,12 @@ def regions(
 def replay(
     trace: TracePath,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(help="auto, lru, fifo, s3-fifo or gdsf; may be given again. [default: auto, lru]"),
-    ] = None,
+        list[str], typer.Option(help="auto, lru, fifo, s3-fifo or gdsf; may be given again.")
+    ] = _POLICIES,
     capacity: Annotated[
-        list[str] | None,
-        typer.Option(help="A size, or a percentage of the distinct objects' bytes; may be given again. [default: 10%]"),
-    ] = None,
-    move: Annotated[bool, typer.Option("--move", help="Also with real bytes, through a region and a backend.")] = False,
+        list[str], typer.Option(help="A size, or a percentage of the distinct objects' bytes; may be given again.")
+    ] = _CAPACITIES,
+    move: Annotated[bool, typer.Option("--move", metavar="", help="Also with real bytes, over a backend.")] = False,
     backend: BackendName = "cpu",
     key_column: KeyColumn = None,
     tokens_column: TokensColumn = None,
@@ -205,7 +204,7 @@ def replay(
         from ecoffload.cli import replay as command
 
         found = command.read(trace, key_column, tokens_column, bytes_column, token_bytes, rows)
-        command.run(found, policy or ["auto", "lru"], capacity or ["10%"], backend, move, plot, json)
+        command.run(found, policy, capacity, backend, move, plot, json)
 
 
 @app.command()

@@ -27,6 +27,8 @@ def run(
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory", option="directory", value=str(directory))
     wanted = tuple(check_id(id) for id in ids)
+    if not watch:  # which may wait for one that is yet to come
+        require(directory, wanted)
     if unlink:
         gone = reclaim(directory, after=after, ids=wanted or None)
         if as_json:
@@ -48,6 +50,18 @@ def run(
                 before = {info.id: told for info, told in look if told is not None}
     else:
         stdout.print(_table([info for info, _ in next(looks)]))
+
+
+def require(directory: Path, ids: tuple[str, ...]) -> None:
+    """Raise :class:`ConfigError` unless there is a region of each id; shared with ``ecoffload size``."""
+    there = [info.id for info in list_regions(directory)] if ids else []
+    for id in ids:
+        if id not in there:
+            raise ConfigError(
+                f"there is no region {id!r} in {directory}; there are: {', '.join(there) or 'none'}",
+                option="id",
+                value=id,
+            )
 
 
 Look = list[tuple[RegionInfo, Activity | None]]

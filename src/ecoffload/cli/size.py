@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ecoffload.cli.output import print_json, progress_bar, stdout, table
 from ecoffload.cli.plots import check_plot, plot_curve
+from ecoffload.cli.regions import require
 from ecoffload.errors import BackendUnavailable, ConfigError
 from ecoffload.regions import check_id
 from ecoffload.sizes import format_size
@@ -32,7 +33,8 @@ def run(trace: Trace, share: float, plot: Path | None, as_json: bool) -> None:
 def run_live(id: str, directory: Path, share: float, plot: Path | None, as_json: bool) -> None:
     """From what the region's scheduler tells the outside."""
     check_plot(plot)
-    told = activity(directory, check_id(id))
+    require(directory, (check_id(id),))
+    told = activity(directory, id)
     if told is None or told.curve is None:
         raise BackendUnavailable(
             f"region {id!r} in {directory} tells no ghost statistics: open its cache with ghost_stats=True, and "
