@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e docs dist test-dist
+.PHONY: help demo test soak lint bench clean test-matrix test-triton test-xpu bench-xpu test-rocm-debian test-vllm test-vllm-e2e test-mooncake docs dist test-dist
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ test-xpu: ## the xpu backend on the real SYCL runtime's CPU device, two generati
 bench-xpu: ## enqueue cost on the SYCL CPU device (2 minutes, after test-xpu)
 	XPU_ENV_ONLY=1 XPU_GENERATIONS=9 tests/xpu.sh
 	.venv-xpu-9/bin/python benchmarks/xpu/enqueue.py
+
+test-mooncake: ## the cluster tier on a real Mooncake Store on loopback (as root: installs libibverbs1; 3 minutes; 1 GB the first time)
+	tests/mooncake.sh
 
 test-rocm-debian: $(STAMP) ## the rocm backend on Debian's HIP 5.2 without a device (as root: installs libamdhip64-5; 1 minute)
 	tests/rocm-debian.sh

@@ -1,7 +1,7 @@
 """One scheduler's connection to one store: what is published, what is fetched, and what happens when nobody answers.
 
 The scheduler calls the methods from its one thread; they take queue entries and give queue entries, and never wait.
-The store is called from threads that this link owns: one that publishes, some that fetch. They see memory and names,
+The store is called from threads that this link owns: some publish, some fetch. They see memory and names,
 never the index. Every failure of the store is a miss. Where it is unknown whether a fetch still writes, its extents
 are kept aside until the transport has given up, long after its own limit.
 """
@@ -107,6 +107,8 @@ class TierLink:
         self._fetching_bytes = 0  # in extents of fetches, those kept aside included
         self._open = 0  # fetches that a thread has, or will take
         self._aside: deque[tuple[float, Entry]] = deque()
+        self._aside_bytes = 0
+        self._waiting: deque[_Fetch] = deque()  # located, until fewer bytes are being fetched
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._forgotten: set[bytes] = set()
         self._threads: list[threading.Thread] = []
@@ -124,7 +126,7 @@ class TierLink:
         self._limit = int(region.capacity * self.options.share)
         workers: list[Callable[[int], None]] = []
         if self.options.publish:
-            workers.append(self._publish_all)
+            workers += [self._publish_all] * self.options.publishers
         if self.options.fetch:
             workers += [self._fetch_all] * self.options.fetchers
         # Headers lie in memory of their own, which the store is told of as well: BATCH slots for each thread.
@@ -184,7 +186,7 @@ class TierLink:
 
     def pending(self) -> bool:
         """Whether ``settle`` has something to wait for."""
-        return bool(self._open or self._queued or self._aside)
+        return bool(self._open or self._queued or self._aside or self._waiting)
 
     def settle(self) -> bool:
         """Take what the threads have done, and give up what took too long; True if an entry came or went."""
@@ -193,10 +195,13 @@ class TierLink:
         changed = False
         while self._answered:
             changed |= self._heard(self._answered.popleft())
+        for _ in range(len(self._waiting)):  # in their order; who has no room yet waits again, until its deadline
+            flight = self._waiting.popleft()
+            changed |= self._flights.get(flight.key) is flight and self._located(flight)
         if self._flights or self._aside:
             now = self._clock()
             while self._aside and self._aside[0][0] <= now:
-                self._drop(self._aside.popleft()[1])
+                self._take_back()
                 changed = True
             for flight in list(self._flights.values()):
                 if now < flight.deadline:
@@ -235,7 +240,7 @@ class TierLink:
             **{name: self._counts[name] for name in names + more},
             "fetching": len(self._flights),
             "publish_queue": self._queued,
-            "aside_bytes": sum(entry.held_bytes for _, entry in self._aside),
+            "aside_bytes": self._aside_bytes,
             "breakers": {name: each.state for name, each in self._breakers.items()},
             "breakers_opened": {name: each.opened for name, each in self._breakers.items()},
             "fetch_seconds": {"count": count, "sum": total, "max": longest},
@@ -251,8 +256,9 @@ class TierLink:
         self._closed = self._closing = True
         atexit.unregister(self.close)
         _links.discard(self)
-        for thread in self._threads:
-            (self._outgoing if thread is self._threads[0] and self.options.publish else self._incoming).put(None)
+        for _ in self._threads:  # one for each thread of either kind, and some to spare
+            self._outgoing.put(None)
+            self._incoming.put(None)
         end = time.monotonic() + _CLOSING
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -268,7 +274,7 @@ class TierLink:
             if flight.entry is not None:
                 self._drop(flight.entry)
         while self._aside:
-            self._drop(self._aside.popleft()[1])
+            self._take_back()
         try:
             self.tier.close()
         except Exception as exc:  # whatever it is, the region has to be closed next
@@ -294,6 +300,7 @@ class TierLink:
             self._miss(flight)
             self._leave(flight)
             self._aside.append((self._clock() + GRACE, entry))
+            self._aside_bytes += entry.held_bytes
             return True
         header = flight.header
         if header is not None and wanted:
@@ -326,7 +333,11 @@ class TierLink:
             del self._flights[key]
             return True
         nbytes = flight.size - HEADER_BYTES
-        if self._closing or (self._fetching_bytes and self._fetching_bytes + nbytes > self._limit):
+        flying = self._fetching_bytes - self._aside_bytes
+        if flying and flying + nbytes > self._limit and not self._closing:
+            self._waiting.append(flight)
+            return False
+        if self._closing or self._aside_bytes > self._limit:
             entry = None
         else:
             # Not durable: it comes back from the store, and what it depends on is not this process's to vouch for.
@@ -366,6 +377,11 @@ class TierLink:
         flight = self._flights.get(entry.key)
         if flight is not None:
             self._leave(flight)
+
+    def _take_back(self) -> None:
+        entry = self._aside.popleft()[1]
+        self._aside_bytes -= entry.held_bytes
+        self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
         self._fetching_bytes -= entry.held_bytes

@@ -14,8 +14,9 @@ class TierOptions(BaseModel):
     * ``wait``: seconds that a caller of :class:`EncoderCache` waits for an entry on its way before it is a miss.
     * ``deadline``: seconds after which a fetch is given up.
     * ``queue``: entries that may wait to be published; further ones are dropped and counted.
-    * ``fetchers``: threads that fetch.
-    * ``share``: of the region's bytes that may be in fetches or kept aside after them, and as much again in publishing.
+    * ``publishers``, ``fetchers``: threads that do the one and the other.
+    * ``share``: of the region's bytes that may be in fetches; as much again may be kept aside after unconfirmed ones
+      (above it nothing more is fetched), and as much be waiting to be published.
     * ``absent``: seconds for which a key that was not there is not asked for again.
     """
 
@@ -26,6 +27,7 @@ class TierOptions(BaseModel):
     wait: float = Field(default=0.25, ge=0)
     deadline: float = Field(default=2.0, gt=0)
     queue: int = Field(default=256, ge=1)
+    publishers: int = Field(default=2, ge=1, le=16)
     fetchers: int = Field(default=2, ge=1, le=16)
-    share: float = Field(default=0.25, gt=0, le=0.5)
+    share: float = Field(default=0.125, gt=0, le=0.25)
     absent: float = Field(default=1.0, ge=0)
