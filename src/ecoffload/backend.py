@@ -279,6 +279,12 @@ class DeviceOps(ABC):
     def synchronize(self, target: Any = None) -> None:
         """Block the host for an event, a stream, or (None) the whole device."""
 
+    def order(self, before: Any, after: Any) -> None:
+        """Later work on the stream ``after`` waits for what is on ``before`` by now."""
+        event = self.event()
+        self.record(event, before)
+        self.wait(after, event)
+
     def is_capturing(self, stream: Any) -> bool:
         """Whether ``stream``, the calling thread's current one, is being captured into a graph: then nothing must be
         recorded or waited for there, or the capture is lost. False where a device has no graphs."""

@@ -396,10 +396,7 @@ class OffloadWorker:
         if direction == D2H:
             stream = self._save_stream
             if not self._host_ordered:
-                ops = self._ops
-                produced = ops.event()
-                ops.record(produced, ops.current_stream())
-                ops.wait(stream, produced)
+                self._ops.order(self._ops.current_stream(), stream)
         else:
             stream = self._load_stream
         # Both sides of every descriptor were checked or computed here: extents in _descriptors, tensors by torch.
