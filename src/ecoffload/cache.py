@@ -154,6 +154,7 @@ class EncoderCache:
         self._fresh_locks()
         _caches.add(self)
         self._closed = False
+        self._last_stats: CacheStats | None = None
         self._checksum = checksum or warm
         self._trust_uuids = trust_uuids
         self._encoding: dict[bytes, _Encoding] = {}
@@ -188,7 +189,8 @@ class EncoderCache:
     def put(self, key: str | bytes, tensor: torch.Tensor, *, copy: bool = False, client_key: bool = False) -> bool:
         """Keep ``tensor`` (any dtype, any shape, on this cache's device) under ``key`` (1 to 256 bytes).
 
-        True: it is there or on its way (nothing is copied if the key was known). False: too large, no room that may be
+        True: it is there or on its way. A known key keeps what it has, and nothing is copied: :meth:`invalidate` first
+        what another tensor is to replace. False: too large, no room that may be
         evicted, its copy failed, or the current stream is being captured into a graph. The tensor may be dropped at
         once; it may be written again only after its save (``flush``), or at once with ``copy=True``, which stages it on
         the device first. On a CPU it returns once the bytes are read. ``client_key``: the key was chosen by a client,
@@ -243,6 +245,8 @@ class EncoderCache:
 
     def get_many(self, keys: Iterable[str | bytes]) -> dict[str | bytes, torch.Tensor]:
         """The entries that are there, under the keys as given, in one transfer; misses are left out."""
+        if isinstance(keys, str | bytes):
+            raise ConfigError(f"get_many takes several keys, got one: [{keys!r}]", option="keys", value=keys)
         names: dict[bytes, str | bytes] = {}
         for key in keys:
             names.setdefault(_key(key), key)
@@ -278,6 +282,13 @@ class EncoderCache:
         that exception and another waiter encodes.
         """
         name = _key(key)
+        if not callable(encode):
+            raise ConfigError(
+                f"get_or_encode takes a function that gives the tensor, got a {type(encode).__name__}; "
+                "pass lambda: tensor, or put() what is there already",
+                option="encode",
+                value=type(encode).__name__,
+            )
         while True:
             found = self._load([name]).get(name)
             if found is not None:
@@ -372,23 +383,34 @@ class EncoderCache:
             pause = min(2 * pause, 1e-3)
 
     def stats(self) -> CacheStats:
-        """Counts and state; see :class:`CacheStats`."""
+        """Counts and state, see :class:`CacheStats`; after ``close`` as they were when it had waited."""
         with self._lock:
+            if self._last_stats is not None:
+                return self._last_stats
             self._check()
             self._poll()
-            inner = self._scheduler.stats()
-            counts = {f.name: getattr(inner, f.name) for f in fields(inner)}
-            return CacheStats(
-                **counts,
-                encodes=self._encodes,
-                recovered=self._scheduler.recovered,
-                worker=self._worker.stats(),
-                start={"how": self.region.start, "why": self.region.start_reason},
-                tier={} if self._scheduler.tier is None else self._scheduler.tier.stats(),
-            )
+            return self._stats()
+
+    def _stats(self) -> CacheStats:
+        inner = self._scheduler.stats()
+        counts = {f.name: getattr(inner, f.name) for f in fields(inner)}
+        return CacheStats(
+            **counts,
+            encodes=self._encodes,
+            recovered=self._scheduler.recovered,
+            worker=self._worker.stats(),
+            start={"how": self.region.start, "why": self.region.start_reason},
+            tier={} if self._scheduler.tier is None else self._scheduler.tier.stats(),
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
 
     def close(self) -> None:
-        """Wait for what is in flight, unregister and unmap. Idempotent; afterwards every call raises CacheClosed.
+        """Wait for what is in flight, unregister and unmap. Idempotent; afterwards every call but ``stats`` raises
+        CacheClosed.
 
         Raises :class:`SwapFailed`, with all that done, for tensors handed out whose copy turned out to have failed.
         """
@@ -399,8 +421,11 @@ class EncoderCache:
             if os.getpid() != self._pid:
                 return  # the child's copy: everything belongs to the parent
             try:
-                self._worker.synchronize()
-                self._scheduler.poll()  # while the worker's slot still says what has landed
+                try:
+                    self._worker.synchronize()
+                    self._scheduler.poll()  # while the worker's slot still says what has landed
+                finally:
+                    self._last_stats = self._stats()
                 self._worker.close()
             finally:
                 try:
@@ -474,10 +499,11 @@ class EncoderCache:
     def _tensor(self, tensor: torch.Tensor, what: str = "put takes") -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{what} a {type(tensor).__name__}; a torch.Tensor is needed", option="tensor")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = " and quantized" if tensor.is_quantized else " and nested" if tensor.is_nested else ""
             raise ConfigError(
-                f"{what} a tensor of layout {tensor.layout}{' and quantized' if tensor.is_quantized else ''}; "
-                f"only dense tensors can be kept: pass to_dense(), or int_repr() and the scales",
+                f"{what} a tensor of layout {tensor.layout}{kind}; only dense tensors can be kept: pass to_dense(), "
+                f"int_repr() and the scales, or the tensors of unbind() one by one",
                 option="tensor",
                 value=str(tensor.layout),
             )
@@ -505,7 +531,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _key(key: str | bytes) -> bytes:
     if isinstance(key, str):
-        name = key.encode()
+        try:
+            name = key.encode()
+        except UnicodeEncodeError as exc:
+            raise ConfigError(
+                f"key {key!r} has no UTF-8 form ({exc.reason}); pass bytes, or os.fsencode() of a file's name",
+                option="key",
+                value=key,
+            ) from exc
     elif isinstance(key, bytes):
         name = key
     else:

@@ -8,6 +8,7 @@ its last reader has gone. With a journal, every change of owner is written there
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ecoffload.sizing import ReuseTimes
 
 __all__ = ["Entry", "EntryIndex"]
+
+_log = logging.getLogger("ecoffload.scheduler")  # whose index it is
 
 T = TypeVar("T")
 
@@ -161,6 +164,10 @@ class EntryIndex:
             self.reuse.use(key, nbytes)
         allocator = self._allocator
         if not allocator.fits(nbytes):
+            if not self.refused_too_large:  # said once; stats count the rest
+                _log.warning(
+                    "key %r is not kept: its %d bytes are more than the whole cache's %d", key, nbytes, self.capacity
+                )
             self.refused_too_large += 1
             return None
         extents = allocator.allocate(nbytes)

@@ -82,8 +82,8 @@ class CacheCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         cache = self._cache()
         try:
-            stats = None if cache is None else cache.stats()
-        except CacheClosed:
+            stats = None if cache is None or cache.closed else cache.stats()
+        except CacheClosed:  # in a forked child
             stats = None
         if stats is None:
             return

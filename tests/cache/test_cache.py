@@ -245,7 +245,7 @@ def test_keys_of_one_to_256_bytes_are_taken(open_cache: Open, key: str | bytes) 
     assert not cache.contains(b"\0\0")
 
 
-@pytest.mark.parametrize("key", ["", b"", "k" * 257, "é" * 129, 5, None, bytearray(b"a"), ("a",)])
+@pytest.mark.parametrize("key", ["", b"", "k" * 257, "é" * 129, 5, None, bytearray(b"a"), ("a",), "\udc80"])
 def test_other_keys_are_refused_by_every_call(open_cache: Open, key: Any) -> None:
     cache = open_cache()
     calls: list[Callable[[], Any]] = [
@@ -263,6 +263,34 @@ def test_other_keys_are_refused_by_every_call(open_cache: Open, key: Any) -> Non
     assert len(cache) == 0
 
 
+def test_one_key_is_no_list_of_keys(cache: EncoderCache) -> None:
+    for key in ("abc", b"abc"):
+        with pytest.raises(ConfigError, match="several keys"):
+            cache.get_many(key)
+
+
+def test_a_tensor_in_the_place_of_its_encoder_is_refused(cache: EncoderCache) -> None:
+    with pytest.raises(ConfigError, match="lambda: tensor"):
+        cache.get_or_encode("a", random(10))  # type: ignore[arg-type]
+
+
+def test_nested_tensors_are_refused(open_cache: Open) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls its nested tensors a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ConfigError, match="unbind"):
+        open_cache().put("a", nested)
+
+
+def test_a_known_key_keeps_its_tensor_until_it_is_invalidated(cache: EncoderCache) -> None:
+    cache.put("a", on(cache, random(100, seed=1)))
+    assert cache.put("a", on(cache, random(100, seed=2)))
+    assert torch.equal(fetched(cache, cache.get("a")), random(100, seed=1))
+    cache.invalidate("a")
+    cache.put("a", on(cache, random(100, seed=2)))
+    assert torch.equal(fetched(cache, cache.get("a")), random(100, seed=2))
+
+
 # --- room
 
 
@@ -273,6 +301,15 @@ def test_e7_what_is_too_large_is_refused_every_time_and_evicts_nothing(cache: En
     assert fetched(cache, cache.get("a")) is not None
     assert cache.stats().saves_refused_too_large == 3
     assert cache.stats().evictions == 0
+
+
+def test_what_is_too_large_is_said_once_with_its_size_and_the_caches(
+    cache: EncoderCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    for key in ("big", "big", "other"):
+        cache.put(key, on(cache, random((64 << 10) + 1)))
+    (record,) = [record for record in caplog.records if record.name == "ecoffload.scheduler"]
+    assert record.getMessage() == "key b'big' is not kept: its 65537 bytes are more than the whole cache's 65536"
 
 
 def test_the_whole_capacity_is_of_use(cache: EncoderCache) -> None:
@@ -444,7 +481,6 @@ def test_after_close_every_call_says_so(cache: EncoderCache, shm: Path) -> None:
         lambda: cache.contains("a"),
         cache.invalidate,
         cache.flush,
-        cache.stats,
         lambda: len(cache),
     ]
     for call in calls:
@@ -452,6 +488,15 @@ def test_after_close_every_call_says_so(cache: EncoderCache, shm: Path) -> None:
             call()
     assert "closed" in repr(cache)
     assert os.listdir(shm) == []
+
+
+def test_after_close_the_last_figures_can_still_be_read(cache: EncoderCache) -> None:
+    cache.put("a", on(cache, random(100)))
+    assert not cache.closed
+    cache.close()
+    assert cache.closed
+    stats = cache.stats()
+    assert (stats.saves, stats.bytes_saved, stats.entries) == (1, 100, 1)
 
 
 def test_leaving_a_with_block_closes(open_cache: Open) -> None:
