@@ -140,6 +140,22 @@ def test_what_a_backend_measured_is_given_back(run: Run) -> None:
     assert text.stdout == "file: tuning.json\n"
 
 
+def test_headings_are_whole_in_eighty_columns(
+    run: Run, trace: Path, region_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    backends = run("backends").stdout
+    replay = run("replay", trace).stdout
+    with HostRegion.open(region_name, capacity=1 << 20, granule=4096):
+        regions, watch = run("regions", region_name).stdout, run("regions", region_name, "--watch", "--count", 1).stdout
+    assert {"name", "status", "package", "encoding", "kernels"} <= set(backends.split())
+    assert {"policy", "capacity", "Belady", "region", "evicted", "extents"} <= set(replay.split())
+    assert {"region", "state", "size", "age", "entries", "processes", "namespace"} <= set(regions.split())
+    assert {"region", "state", "in", "use", "entries", "hit", "MB/s"} <= set(watch.split())
+    assert max(len(line) for text in (replay, regions, watch) for line in text.splitlines()) <= 80
+    assert any(line.startswith("cpu: ") for line in backends.splitlines())
+
+
 def test_a_new_backend_is_written_and_its_path_printed(run: Run, tmp_path: Path) -> None:
     result = run("new-backend", "acme-npu", tmp_path / "made")
     assert result.exit_code == 0
