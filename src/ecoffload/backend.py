@@ -414,8 +414,8 @@ class SwapBackend(ABC):
         problems: list[tuple[str, str, str]] = []
         if actual != expected:
             problems.append(("dtype", expected, actual))
-        on_device = tensor.device.type != "cpu" or (spec.placement == "device" and self.ops.owns(tensor))
-        if on_device != (spec.placement == "device"):
+        # A device's table must lie on this very device: a kernel would read another's address, or none (meta).
+        if not (self.ops.owns(tensor) if spec.placement == "device" else tensor.device.type == "cpu"):
             problems.append(("placement", spec.placement, str(tensor.device)))
         if not tensor.is_contiguous():
             problems.append(("layout", "contiguous", f"strides {tuple(tensor.stride())}"))

@@ -1,6 +1,7 @@
 """The cache of one process: put, get, get_or_encode. The facade over region, scheduler and worker.
 
-One lock guards scheduler and worker; no lock is held while an encoder runs or while the host waits for a copy.
+One lock guards scheduler and worker. No lock is held while an encoder runs, nor while a device copies; what the host
+does itself (copies on a CPU, checksums before a verified entry is given back) it does under the lock.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ecoffload.host_queue import CALLER, Caller, HostEvent, HostQueue, QueuedCom
 
 __all__ = ["CpuBackend", "CpuOps"]
 
-_SHARE_FROM = 512 << 10  # bytes a batch must have before a second thread pays for its wake-up
+_SHARE_FROM = 512 << 10  # bytes that pay for the wake-up of one more thread
 
 
 class CpuOps(DeviceOps):
@@ -106,10 +106,11 @@ class CpuBackend(SwapBackend):
     def _copy(self, src_at: int, dst_at: int, size_at: int, count: int) -> None:
         src, dst, size = words_at(src_at, count), words_at(dst_at, count), words_at(size_at, count)
         total = int(size.sum()) if count > 1 else int(size[0])
-        if total < _SHARE_FROM or not self._helpers or self.per_copy:
+        shares = min(self._helpers + 1, total // _SHARE_FROM)
+        if shares < 2 or self.per_copy:
             copy_descriptors(src, dst, size)
             return
-        parts = _shares(src, dst, size, self._helpers + 1)
+        parts = _shares(src, dst, size, shares)
         futures = [self._executor().submit(copy_descriptors, *part) for part in parts[1:]]
         copy_descriptors(*parts[0])
         for future in futures:
