@@ -1,6 +1,7 @@
 """Watch the hit rate rise: a few images, asked about again and again.
 
-    python rising_hit_rate.py MODEL [--images 12] [--rounds 5] [--cpu-bytes 2GiB] [--prompt "USER: <image>\nWhat is it?"]
+    python rising_hit_rate.py MODEL [--images 12] [--rounds 5] [--cpu-bytes 2GiB]
+        [--prompt "USER: <image>\nWhat is it?"]
 
 MODEL: any vision-language model that vLLM serves, such as llava-hf/llava-1.5-7b-hf. Images are made up, nothing else
 is downloaded. Needs vLLM 0.31 or newer and ecoffload with the backend of this machine's device.
