@@ -485,7 +485,7 @@ class EncoderCache:
         pause = 50e-6
         while coming and time.monotonic() < end:
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, 2e-4)  # a fetch takes two turns, of which each is waited for
             with self._lock:
                 self._check()
                 self._poll()
