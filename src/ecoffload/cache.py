@@ -22,7 +22,7 @@ from ecoffload.dtypes import dtype_name
 from ecoffload.errors import CacheClosed, ConfigError, DeviceLost
 from ecoffload.region import HostRegion
 from ecoffload.registry import get_backend
-from ecoffload.scheduler import OffloadScheduler
+from ecoffload.scheduler import OffloadScheduler, SchedulerStats
 from ecoffload.sizes import parse_size
 from ecoffload.tiers.opening import open_tier
 from ecoffload.worker import OffloadWorker, RegisterPolicy
@@ -43,32 +43,13 @@ DEFAULT_GRANULE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
+class CacheStats(SchedulerStats):
     """Counts since the cache was opened, and what is held now. Bytes are entries' own bytes.
 
     ``worker`` and ``start`` say, as plain data, which backend and paths are used, whether the host memory is
     registered, and whether the region started new or warm (and why not); ``tier`` what came from a store behind it.
     """
 
-    entries: int
-    capacity_bytes: int
-    used_bytes: int
-    pinned_entries: int
-    quarantined_bytes: int
-    hits: int
-    misses: int
-    saves: int
-    saves_failed: int
-    saves_refused_too_large: int
-    saves_refused_no_room: int
-    bytes_saved: int
-    loads: int
-    loads_failed: int
-    bytes_loaded: int
-    evictions: int
-    evicted_bytes: int
-    invalidated: int
-    workers_lost: int
     encodes: int
     recovered: int
     worker: dict[str, Any] = field(default_factory=dict)
@@ -260,13 +241,15 @@ class EncoderCache:
             self._check()
             self._poll()
             scheduler = self._scheduler
-            planned = [op for name in names if (op := scheduler.plan_load(name, in_flight=not self._checksum))]
+            planned = [op for name in names if (op := scheduler.plan_load(name, in_flight=True))]
             if not planned:
                 return {}
             if self._checksum:
                 for op in planned:
                     entry = scheduler.index.lookup(op.key)
-                    if entry is None or checksum_of(self.region, op.extents, op.nbytes) != entry.checksum:
+                    if entry is None or entry.write != "ended":
+                        continue  # saved a moment ago by this process: there is no checksum to compare with yet
+                    if checksum_of(self.region, op.extents, op.nbytes) != entry.checksum:
                         scheduler.distrust(op)
             try:
                 return self._worker.load(scheduler.take_plan())

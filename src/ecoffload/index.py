@@ -48,6 +48,7 @@ class Entry:
         "handle",
         "held_bytes",
         "key",
+        "landed",
         "listed",
         "nbytes",
         "pins",
@@ -79,6 +80,8 @@ class Entry:
         self.listed = True
         """Whether its key leads to it."""
         self.quarantined = False
+        self.landed = False
+        """Whether its bytes are there although it is still in flight: its checksum is being computed."""
 
     @property
     def state(self) -> State:

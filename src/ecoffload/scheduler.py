@@ -202,7 +202,8 @@ class OffloadScheduler:
         """
         self._open()
         entry = self.index.lookup(key)
-        if entry is None or (entry.write != "ended" and (entry.fetched or not in_flight)):
+        foreign = entry is not None and (entry.fetched or entry in self._verifying)
+        if entry is None or (entry.write != "ended" and (foreign or not in_flight)):
             self._misses += 1
             return None
         self._hits += 1
@@ -210,7 +211,7 @@ class OffloadScheduler:
         index.pin(entry)
         index.touch(entry)
         self._load_number = number = self._load_number + 1
-        in_flight = entry.write != "ended"
+        in_flight = entry.write != "ended" and not entry.landed
         op = LoadOp(number, key, entry.extents, entry.nbytes, entry.dtype, entry.shape, in_flight)
         self._loads.append(op)
         self._loading.append((number, entry))
@@ -341,6 +342,7 @@ class OffloadScheduler:
                 if self._checksums is None or not entry.listed:
                     self._commit(entry)
                 else:
+                    entry.landed = True
                     self._checksums.put(entry)
         while loading and loading[0][0] <= loaded:
             number, entry = loading.popleft()

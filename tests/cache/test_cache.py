@@ -643,3 +643,13 @@ def test_the_region_is_private_while_it_lives(open_cache: Open, shm: Path) -> No
     (name,) = os.listdir(shm)
     assert (shm / name).stat().st_mode & 0o777 == 0o600
     assert isinstance(open_cache(id="other").region, HostRegion)
+
+
+def test_a_get_right_behind_its_put_finds_the_entry_although_its_checksum_is_still_computed() -> None:
+    with EncoderCache("1MiB", checksum=True) as cache:
+        for number in range(20):
+            tensor = torch.full((1000,), number)
+            assert cache.put(f"key-{number}", tensor)
+            found = cache.get(f"key-{number}")
+            assert found is not None
+            assert torch.equal(found, tensor)

@@ -140,9 +140,9 @@ def test_the_command_line_sizes_a_running_engine(cache: EncoderCache, name: str)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["--live", "absent"], 3), (["--live", "no/id"], 2), ([], 2), (["a.csv", "--live", "x"], 2)]
+    ("arguments", "code"), [(["--live", "absent"], 2), (["--live", "no/id"], 2), ([], 2), (["a.csv", "--live", "x"], 2)]
 )
-def test_a_region_that_tells_nothing_is_unavailable_and_a_bad_call_bad(arguments: list[str], code: int) -> None:
+def test_a_region_that_is_not_there_and_a_bad_call_are_bad_input(arguments: list[str], code: int) -> None:
     result = CliRunner().invoke(app, ["size", *arguments], catch_exceptions=False)
     assert result.exit_code == code
     assert result.stderr != ""
