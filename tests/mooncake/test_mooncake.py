@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from conftest import Cluster, Peer
 from peer import content
 
+from conftest import Cluster, Peer
 from ecoffload import EncoderCache
 from ecoffload.tiers import Answer, TierObject, open_tier
 from ecoffload.tiers.header import Header, object_name, pack

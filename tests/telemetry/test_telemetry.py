@@ -148,8 +148,11 @@ def test_a_region_that_is_not_there_and_a_bad_call_are_bad_input(arguments: list
     assert result.stderr != ""
 
 
-def test_watching_shows_rates_between_two_looks(cache: EncoderCache, name: str) -> None:
+def test_watching_shows_rates_between_two_looks(
+    cache: EncoderCache, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used(cache)
+    monkeypatch.setattr("ecoffload.cli.regions.stdout.width", 120)  # a narrower terminal shows fewer columns
     result = CliRunner().invoke(app, ["regions", name, "--watch", "--count", "2", "--interval", "0.05", "--json"])
     looks = [json.loads(line) for line in result.stdout.splitlines()]
     assert [look[0]["activity"]["hits"] for look in looks] == [4, 4]
