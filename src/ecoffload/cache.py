@@ -127,6 +127,9 @@ class EncoderCache:
                 option="granule",
                 value=granule,
             )
+        for option, value in (("namespace", namespace), ("policy", policy)):
+            if not isinstance(value, str) or not _encodable(value):
+                raise ConfigError(f"{option} {value!r} must be text", option=option, value=value)
         if backend is None or isinstance(backend, str):
             if backend is None and device is None:
                 device = "cpu"
@@ -288,7 +291,8 @@ class EncoderCache:
                     option="key",
                     value=name,
                 )
-            work.done.wait()
+            while not work.done.wait(1.0):
+                self._check()  # a closed cache keeps nobody waiting, whatever that encoder waits for
             if work.tensor is not None:
                 found = self._load([name]).get(name)
                 if found is not None:
@@ -511,6 +515,14 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _key(key: str | bytes) -> bytes:

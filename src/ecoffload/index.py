@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ecoffload.errors import RegionError
+from ecoffload.errors import ConfigError, RegionError
 
 if TYPE_CHECKING:
     from ecoffload.eviction import EvictionPolicy
@@ -115,6 +115,7 @@ class EntryIndex:
         self.evicted_bytes = 0
         self.refused_too_large = 0
         self.refused_no_room = 0
+        self.refused_unrecordable = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -194,6 +195,12 @@ class EntryIndex:
                 if entry.handle is None:
                     # Full of small entries: one has to go although there are bytes left, or none would ever come in.
                     entry.handle = self._evict_until(intent)
+            except ConfigError:
+                # What no restart could read (more dimensions than a record holds): the entry is not kept, as with one
+                # that is too large; its caller has the tensor.
+                allocator.free(extents)
+                self.refused_unrecordable += 1
+                return None
             except BaseException:
                 allocator.free(extents)
                 raise

@@ -13,7 +13,7 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}IB"] = 1 << (10 * _power)  # binary suffixes mean powers of 1024 ...
     _UNITS[f"{_letter}B"] = 1000**_power  # ... decimal ones powers of 1000
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B|)\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGTP]?i?B|)\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(value: int | str, *, option: str = "size") -> int:

@@ -64,6 +64,13 @@ def swap_blocks(
             value=str(src.device),
         )
     for name, tensor in (("src", src), ("dst", dst)):
+        if tensor.is_conj() or tensor.is_neg():
+            raise ConfigError(
+                f"{name} is a conjugated or negated view, whose memory holds other values; pass resolve_conj() or "
+                f"resolve_neg() of it",
+                option=name,
+                value=str(tensor.dtype),
+            )
         if not tensor.is_contiguous():
             raise ConfigError(
                 f"{name} is not contiguous (strides {tuple(tensor.stride())}): its blocks do not lie one after another",

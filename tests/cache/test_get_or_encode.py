@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ecoffload import ConfigError, EncoderCache
+from ecoffload import CacheClosed, ConfigError, EncoderCache
 
 Open = Callable[..., EncoderCache]
 
@@ -193,3 +193,29 @@ def test_after_an_invalidation_it_is_encoded_again(open_cache: Open) -> None:
     cache.invalidate()
     assert torch.equal(cache.get_or_encode("a", lambda: random(10, 2)), random(10, 2))
     assert cache.stats().encodes == 2
+
+
+def test_encoders_that_wait_for_each_other_are_let_go_when_the_cache_is_closed() -> None:
+    both = threading.Barrier(2)
+    cache = EncoderCache("1MiB")
+    ends: list[BaseException] = []
+
+    def encode(mine: str, other: str) -> None:
+        def wait() -> torch.Tensor:
+            both.wait(10)
+            return cache.get_or_encode(other, lambda: torch.ones(3))
+
+        try:
+            cache.get_or_encode(mine, wait)
+        except BaseException as exc:
+            ends.append(exc)
+
+    threads = [threading.Thread(target=encode, args=keys, daemon=True) for keys in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    while len(cache._encoding) < 2 or both.n_waiting:
+        threading.Event().wait(0.01)
+    cache.close()
+    for thread in threads:
+        thread.join(20)
+    assert [type(each) for each in ends] == [CacheClosed, CacheClosed]

@@ -336,3 +336,9 @@ def test_later_work_on_the_stream_waits_for_the_copy(name: str) -> None:
     stream.put(lambda: seen.append(int(there[0, 0, 0])))
     backend.ops.synchronize(stream)
     assert seen == [7]
+
+
+@pytest.mark.parametrize("view", [torch.ones(1, 4, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(1, 4))])
+def test_a_view_whose_memory_holds_other_values_is_refused(view: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="conjugated or negated"):
+        swap_blocks(view, torch.zeros(1, 4, dtype=view.dtype), [[0, 0]])
