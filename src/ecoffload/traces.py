@@ -98,11 +98,8 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
             lines.seek(0)
             rows = _json_rows(path, lines, columns) if start == "{" else _csv_rows(path, lines, columns)
             for line, key, amount, is_bytes in rows:
-                try:
-                    size = int(amount) if is_bytes else int(amount) * token_bytes
-                except (TypeError, ValueError):
-                    size = 0
-                if size <= 0 or key is None or key == "":
+                size = _whole(amount) * (1 if is_bytes else token_bytes)
+                if not 0 < size < 1 << 62 or key is None or key == "":
                     what = "bytes" if is_bytes else "tokens"
                     raise ConfigError(
                         f"{path}, line {line}: key {key!r} with {what} {amount!r}; each row needs a key and a whole "
@@ -129,6 +126,16 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
     if not objects:
         raise ConfigError(f"trace {str(path)!r} has no rows", option="trace", value=str(path))
     return Trace(path.name.split(".")[0], np.array(objects, np.int64), np.array(sizes, np.int64))
+
+
+def _whole(amount: Any) -> int:
+    """The whole number that a row gives, as an int or as digits; 0 for anything else."""
+    if isinstance(amount, bool) or not isinstance(amount, int | str):
+        return 0
+    try:
+        return int(amount)
+    except ValueError:
+        return 0
 
 
 _Row = tuple[int, Any, Any, bool]  # line, key, amount, whether the amount is bytes
@@ -160,13 +167,14 @@ def _json_rows(path: Path, lines: IO[str], columns: Columns) -> Iterator[_Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise ConfigError(f"{path}, line {number}: {exc}", option="trace", value=str(path)) from exc
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: not a JSON object", option="trace", value=str(path))
         key, amount, is_bytes = chosen = chosen or _choose(path, list(row), columns)
         found = row.get(key)
-        yield number, found if isinstance(found, str | int) else None, row.get(amount), is_bytes
+        is_key = isinstance(found, str | int) and not isinstance(found, bool)  # true would be the object 1
+        yield number, found if is_key else None, row.get(amount), is_bytes
 
 
 def _choose(path: Path, header: list[str], columns: Columns) -> tuple[str, str, bool]:

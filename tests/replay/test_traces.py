@@ -104,3 +104,14 @@ def test_a_file_that_is_not_there_or_cut_short_is_a_config_error(tmp_path: Path)
 def test_a_missing_named_column_is_said_with_those_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no column 'who'; it has obj, tokens"):
         read_trace(written(tmp_path, "obj,tokens\n1,2\n"), columns=Columns(key="who"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    ['{"key":"a","bytes":1e999}', '{"key":"a","bytes":1.9}', '{"key":true,"bytes":5}', '{"key":"a","bytes":true}'],
+)
+def test_a_size_or_key_that_only_looks_like_one_is_refused(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(ConfigError, match="whole number"):
+        read_trace(path)

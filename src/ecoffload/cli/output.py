@@ -96,6 +96,7 @@ def progress_bar(description: str, total: int | None) -> Iterator[Callable[..., 
 
 def shortened(name: str, width: int = 32) -> str:
     """A name that leaves a table's other columns their room: cut in the middle, since both ends tell names apart."""
+    name = "".join(each if each.isprintable() else "\ufffd" for each in name)  # nothing that steers a terminal
     half = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - half]}…{name[-half:]}"
 

@@ -112,7 +112,7 @@ def _table(regions: list[RegionInfo]) -> Table:
             _age(info.age),
             str(info.entries) if info.warm else "-",
             ", ".join(map(str, info.mappers)) or "-",
-            info.namespace[:40] or "-",
+            shortened(info.namespace, 40) or "-",
         )
     return result
 
