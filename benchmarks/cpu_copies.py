@@ -1,7 +1,8 @@
 """The cpu backend against one contiguous `Tensor.copy_` of the same bytes, and what filling descriptors costs.
 
 Every figure is a ratio or a cost within one run: the reference and ours alternate, and the best of each is compared,
-since other work on the machine only ever adds.
+since other work on the machine only ever adds. A pause lies before
+each: right behind torch's copy ours reaches about 0.7.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ BULK: Final[dict[Direction, Shape]] = {
     # Evict-first: what is loaded passes through the L2 and should not push out what a GEMM beside it keeps there.
     H2D: Shape(14, 4, 1, 4096, ("HINT",)),
     # Stores: few bytes on their way, since writes that queue for the link hold up every other SM's; half as many again
-    # as the fastest host needs, because another host's memory answered later and got 0.83 of its link at 2 KiB.
+    # as filled the link of the first host, because another got 0.83 of its own at 2 KiB with those (why: not measured).
     D2H: Shape(6, 4, 2, 4096, ("SETTLE",)),
 }
 PLAIN: Final = Shape(16, 0, 0, 16384)
