@@ -477,6 +477,27 @@ def test_a_forked_child_neither_calls_nor_closes_the_store(
     assert not there.tier.closed
 
 
+@pytest.mark.parametrize("where", ["offer", "fetch", "settle"])
+def test_a_fault_of_the_link_itself_turns_the_tier_off_and_not_the_cache(
+    node: Node, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    cache = node()
+    there = cache._scheduler.tier
+    assert there is not None
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(there, {"offer": "_outgoing", "fetch": "_hand_over", "settle": "_heard"}[where], broken)
+    assert cache.get("a") is None
+    cache.put("a", tensor(1))
+    got = cache.get("a")
+    assert got is not None
+    assert torch.equal(got, tensor(1))
+    assert where in tier(cache)["off"]
+    monkeypatch.undo()
+
+
 # --- options
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -19,7 +20,7 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecoffload.checksums import checksum_of
 from ecoffload.errors import EcoffloadError
@@ -32,19 +33,39 @@ if TYPE_CHECKING:
     from ecoffload.index import Entry, EntryIndex
     from ecoffload.region import HostRegion
 
-__all__ = ["TierLink"]
+__all__ = ["FETCH_RESULTS", "PUBLISH_RESULTS", "TierLink"]
 
 _log = logging.getLogger("ecoffload.tiers")
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 BATCH = 16
 """Objects of one call at most."""
 GRACE = 10.0
 """Seconds that an unconfirmed fetch's extents are kept aside after its call has returned: no transport writes on after
 its connection has made no progress for so long."""
+FETCH_RESULTS = ("hits", "misses", "failed", "late", "corrupt", "no_room", "skipped")
+"""What becomes of a fetch, by the names of :meth:`TierLink.stats`."""
+PUBLISH_RESULTS = ("published", "already_there", "not_kept", "publish_failed", "dropped", "withheld")
+"""What becomes of an entry that was committed."""
 _CLOSING = 15.0  # seconds to wait for calls that are under way
 _REMEMBERED = 1 << 16  # keys that were not there
+
+
+def _contained(call: Call) -> Call:
+    """A fault of the link's own turns the link off; the scheduler that called goes on as if nothing had come."""
+
+    @functools.wraps(call)
+    def contained(self: TierLink, *args: Any) -> Any:
+        try:
+            return call(self, *args)
+        except Exception as exc:
+            _log.debug("what turned the tier off", exc_info=exc)
+            self.turn_off(f"{call.__name__}: {type(exc).__name__}: {exc}")
+            return False
+
+    return cast("Call", contained)
 
 
 class _Publication:
@@ -98,6 +119,7 @@ class TierLink:
         self._breakers = {"publish": Breaker(clock=clock), "fetch": Breaker(clock=clock)}
         self._counts: Counter[str] = Counter()
         self._seconds = [0, 0.0, 0.0]  # of fetches that hit: how many, their sum, the longest
+        self._durations: deque[float] = deque(maxlen=4096)  # of the latest of them, until somebody takes them
         self._outgoing: SimpleQueue[_Publication | None] = SimpleQueue()
         self._incoming: SimpleQueue[_Fetch | None] = SimpleQueue()
         self._published: deque[_Publication] = deque()
@@ -140,6 +162,7 @@ class TierLink:
         _links.add(self)
         atexit.register(self.close)
 
+    @_contained
     def offer(self, entry: Entry) -> None:
         """An entry was committed: publish it, unless it came from the store or is not to leave this process."""
         if self._closed or self.off or not self.options.publish or entry.fetched or not entry.listed:
@@ -158,9 +181,10 @@ class TierLink:
         self._queued_bytes += entry.held_bytes
         self._outgoing.put(_Publication(entry))
 
+    @_contained
     def fetch(self, key: bytes) -> bool:
         """See to it that ``key``, which the region does not have, is fetched; whether it is on its way."""
-        if key in self._flights:
+        if self.coming(key):
             return True
         if self._closed or self.off or not self.options.fetch or key in self._forgotten:
             return False
@@ -182,12 +206,17 @@ class TierLink:
 
     def coming(self, key: bytes) -> bool:
         """Whether ``key`` is on its way."""
-        return key in self._flights
+        return key in self._flights and not self.off
+
+    def answering(self) -> bool:
+        """Whether the store answers, as far as is known: only then is it worth waiting for what is on its way."""
+        return not self.off and self._breakers["fetch"].state == "closed"
 
     def pending(self) -> bool:
         """Whether ``settle`` has something to wait for."""
         return bool(self._open or self._queued or self._aside or self._waiting)
 
+    @_contained
     def settle(self) -> bool:
         """Take what the threads have done, and give up what took too long; True if an entry came or went."""
         while self._published:
@@ -210,6 +239,7 @@ class TierLink:
                 changed = True
         return changed
 
+    @_contained
     def forget(self, key: bytes | None) -> None:
         """That key's bytes, or all, are not to be trusted: neither fetched nor published from now on.
 
@@ -231,13 +261,13 @@ class TierLink:
     def stats(self) -> dict[str, Any]:
         """Plain data. Bytes are entries' own; ``seconds`` are of fetches that hit, from asking to ready."""
         count, total, longest = self._seconds
-        names = ("hits", "misses", "failed", "late", "corrupt", "no_room", "skipped", "bytes_fetched", "published")
-        more = ("already_there", "not_kept", "publish_failed", "dropped", "withheld", "bytes_published")
         return {
             "scheme": self.tier.scheme,
             "off": self.off,
             "connected": self._connected,
-            **{name: self._counts[name] for name in names + more},
+            **{name: self._counts[name] for name in (*FETCH_RESULTS, *PUBLISH_RESULTS)},
+            "bytes_fetched": self._counts["bytes_fetched"],
+            "bytes_published": self._counts["bytes_published"],
             "fetching": len(self._flights),
             "publish_queue": self._queued,
             "aside_bytes": self._aside_bytes,
@@ -245,6 +275,12 @@ class TierLink:
             "breakers_opened": {name: each.opened for name, each in self._breakers.items()},
             "fetch_seconds": {"count": count, "sum": total, "max": longest},
         }
+
+    def take_durations(self) -> list[float]:
+        """Seconds of the fetches that hit since the last call, the latest 4096 at most."""
+        taken = list(self._durations)
+        self._durations.clear()
+        return taken
 
     def close(self) -> bool:
         """Stop, and let the store go; False if a call is stuck in it, which then may still write into the region.
@@ -310,6 +346,7 @@ class TierLink:
             self._index.commit(entry, header.checksum)
             took = self._clock() - flight.begun
             self._seconds = [self._seconds[0] + 1, self._seconds[1] + took, max(self._seconds[2], took)]
+            self._durations.append(took)
             self._counts["hits"] += 1
             self._counts["bytes_fetched"] += entry.nbytes
             return True
@@ -372,6 +409,7 @@ class TierLink:
         if flight.entry is not None:
             self._index.unlist(flight.entry)
 
+    @_contained
     def give_way(self, entry: Entry) -> None:
         """The key of this entry, which is on its way, is saved here: the bytes at hand count."""
         flight = self._flights.get(entry.key)
