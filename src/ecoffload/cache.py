@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from ecoffload import options
 from ecoffload.checksums import checksum_of
 from ecoffload.dtypes import dtype_name
 from ecoffload.errors import CacheClosed, ConfigError, DeviceLost
 from ecoffload.region import HostRegion
-from ecoffload.registry import get_backend
+from ecoffload.registry import find_backend
 from ecoffload.scheduler import OffloadScheduler, SchedulerStats
 from ecoffload.sizes import parse_size
 from ecoffload.tiers.opening import open_tier
@@ -128,13 +129,12 @@ class EncoderCache:
                 value=granule,
             )
         for option, value in (("namespace", namespace), ("policy", policy)):
-            if not isinstance(value, str) or not _encodable(value):
-                raise ConfigError(f"{option} {value!r} must be text", option=option, value=value)
-        if backend is None or isinstance(backend, str):
-            if backend is None and device is None:
-                device = "cpu"
-            backend = get_backend(backend, device=device)
-        self._backend = backend
+            options.text(option, value)
+        for option, on in (("checksum", checksum), ("trust_uuids", trust_uuids), ("ghost_stats", ghost_stats)):
+            options.flag(option, on)
+        if backend is None and device is None:
+            device = "cpu"
+        self._backend = backend = find_backend(backend, device=device)
         self._pid = os.getpid()
         self._fresh_locks()
         _caches.add(self)
@@ -266,7 +266,8 @@ class EncoderCache:
         """The entry of ``key``, or what ``encode()`` returns (kept for the next time).
 
         One encode a key at a time: whoever asks meanwhile waits for its result. If ``encode`` raises, the caller gets
-        that exception and another waiter encodes.
+        that exception and another waiter encodes. If the cache is closed meanwhile, the caller gets the result, which
+        is not kept, and who waits for it gets :class:`CacheClosed`.
         """
         name = _key(key)
         if not callable(encode):
@@ -316,7 +317,8 @@ class EncoderCache:
             with self._lock:
                 self._encodes += 1
             with self._lock:
-                if self._encoding.get(name) is mine:  # not if it was invalidated meanwhile
+                # Not if it was invalidated, or the cache closed, meanwhile: what was encoded is still the caller's.
+                if not self._closed and self._encoding.get(name) is mine:
                     self.put(name, tensor)
             ops = self._backend.ops
             current = ops.current_stream()
@@ -515,14 +517,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _key(key: str | bytes) -> bytes:

@@ -81,7 +81,8 @@ class Header:
 
     def differences(self, other: Header) -> list[tuple[str, object, object]]:
         """(field, ours, theirs) of what keeps two processes from sharing one region."""
-        names = ("capacity", "granule", "chunk_bytes", "slots", "warm", "namespace", "nbytes", "data_offset")
+        names = ["capacity", "granule", "chunk_bytes", "slots", "warm", "namespace"]
+        names += ["nbytes", "data_offset", "journal_records"]
         found = [(name, getattr(self, name), getattr(other, name)) for name in names]
         found = [each for each in found if each[1] != each[2]]
         if self.digest != other.digest and not any(name == "namespace" for name, _, _ in found):
@@ -172,11 +173,9 @@ def plan(
     Chunks start at common multiples of granule and page, so that each can be registered and no granule lies in two.
     Raises ConfigError for numbers that make no region.
     """
-    for name, value, least in (("capacity", capacity, 1), ("granule", granule, 1), ("slots", slots, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(
-                f"{name} is {value!r}; it must be an integer of at least {least}", option=name, value=value
-            )
+    for name, value in (("capacity", capacity), ("granule", granule), ("slots", slots), ("chunk_bytes", chunk_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1", option=name, value=value)
     if slots > 4096:
         raise ConfigError(f"slots is {slots}; 4096 is the most", option="slots", value=slots)
     if granule > capacity:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ecoffload import hostmem, layout
+from ecoffload import hostmem, layout, options
 from ecoffload.errors import ConfigError, NoSpace, RegionError
 from ecoffload.journal import RECORD_BYTES, Journal
 from ecoffload.layout import Header
@@ -74,6 +74,7 @@ class Opener:
 
     def open(self) -> Opened:
         """Create, take over or join, within the time limit."""
+        self._check_options()
         if self.scrub and self.warm:
             raise ConfigError("scrub_on_close and warm contradict each other", option="scrub_on_close", value=True)
         self.page = self._check_directory()
@@ -107,6 +108,23 @@ class Opener:
                 )
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
+
+    def _check_options(self) -> None:
+        """Whatever callers may have given; the numbers that make the layout are checked by it."""
+        options.text("namespace", self.namespace)
+        for name, value in (("create", self.create), ("warm", self.warm), ("scrub_on_close", self.scrub)):
+            options.flag(name, value)
+        self.timeout = options.seconds("timeout", self.timeout)
+        self.reclaim_after = options.seconds("reclaim_after", self.reclaim_after)
+        match self.takeover_limit:
+            case (int(), int() | float()):
+                options.seconds("takeover_limit's window", self.takeover_limit[1])
+            case _:
+                raise ConfigError(
+                    f"takeover_limit is {self.takeover_limit!r}; write (takeovers, seconds), for example (3, 600)",
+                    option="takeover_limit",
+                    value=self.takeover_limit,
+                )
 
     def _extend(self) -> None:
         self.end = time.monotonic() + self.timeout
@@ -277,9 +295,15 @@ class Opener:
         whole = status.st_size == wanted.total and status.st_blocks * 512 >= wanted.total
         if found is None or not found.same_layout(wanted) or not whole:
             reason = ""
-            if found is not None:
+            if found is not None and found.same_layout(wanted):
+                reason = (
+                    f"the file found was not whole: size {status.st_size}, {status.st_blocks * 512} of it in memory; "
+                    f"{wanted.total} expected"
+                )
+            elif found is not None:
+                different = [each for each in wanted.differences(found) if each[0] != "namespace"]
                 reason = "the region found had another geometry: " + ", ".join(
-                    f"{name} {theirs!r}, not {ours!r}" for name, ours, theirs in wanted.differences(found)
+                    f"{name} {theirs!r}, not {ours!r}" for name, ours, theirs in different
                 )
             elif status.st_size:
                 reason = "the file found had no valid header: its creator died, or another version made it"

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from ecoffload.errors import AddressError, EncodingMismatch
+from ecoffload.errors import AddressError, BackendUnavailable, ConfigError, EncodingMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -224,8 +224,10 @@ def block_addresses(
         raise AddressError(f"block ids have shape {ids.shape}; pass one dimension", index=None, value=None)
     ids = ids.reshape(-1)
     step, parts, skipped = _natural(stride, "stride"), _natural(sub_blocks, "sub_blocks"), _natural(skip, "skip")
-    if parts == 0:
-        raise AddressError("sub_blocks is 0; a block has at least one sub-block", index=0, value=sub_blocks)
+    if not 0 < parts < 2**63:
+        raise AddressError(
+            f"sub_blocks is {parts}; a block has at least one, and below 2**63", index=0, value=sub_blocks
+        )
     if sub_stride is None:
         if step % parts:
             raise AddressError(
@@ -241,18 +243,24 @@ def block_addresses(
     if taken > total - skipped:
         raise AddressError(f"count {taken} exceeds the {total - skipped} sub-blocks after skip", index=0, value=count)
 
+    # Only the blocks that are asked for; their first sub-block is the `before`th of them.
+    first, before = divmod(skipped, parts)
+    ids = ids[first : -(-(skipped + taken) // parts)]
     # Unsigned arithmetic is exact modulo 2**64; whether it wrapped is asked of the largest address, in Python ints.
-    rows = ids * np.uint64(step) + start
-    if parts > 1:
-        rows = (rows[:, np.newaxis] + np.arange(parts, dtype=np.uint64) * np.uint64(sub_step)).reshape(-1)
-    result = rows[skipped : skipped + taken]
+    result = ids * np.uint64(step) + start
+    if parts > 1 and ids.size * parts <= 4 * taken:  # whole blocks, cut to what is asked for
+        result = (result[:, np.newaxis] + np.arange(parts, dtype=np.uint64) * np.uint64(sub_step)).reshape(-1)
+        result = result[before : before + taken]
+    elif parts > 1:  # few of many: one by one, as a division costs more than what it saves above
+        every, number_of = np.uint64(parts), np.arange(taken, dtype=np.uint64) + np.uint64(before)
+        result = result[number_of // every] + number_of % every * np.uint64(sub_step)
     if ids.size and int(start) + int(ids.max()) * step + (parts - 1) * sub_step >= _LIMIT:
         for index in range(taken):
-            row, part = divmod(skipped + index, parts)
-            address = int(start) + int(ids[row]) * step + part * sub_step
+            at, number = divmod(before + index, parts)
+            address = int(start) + int(ids[at]) * step + number * sub_step
             if address >= _LIMIT:
                 raise AddressError(
-                    f"address at index {index}: sub-block {part} of block {int(ids[row])} from base {int(start):#x} "
+                    f"address at index {index}: sub-block {number} of block {int(ids[at])} from base {int(start):#x} "
                     f"lies at {address:#x}, past 2**64; check the base and the stride {step}",
                     index=index,
                     value=address,
@@ -277,18 +285,19 @@ def pointer_table(
     device as int64 and viewed there, since some devices have no uint64 kernels.
 
     Raises :class:`AddressError` for a value (or a column that ``rows`` do not have), :class:`EncodingMismatch` for an
-    ``encoding`` that is none, and what :func:`ecoffload.get_backend` raises.
+    ``encoding`` that is none, :class:`ConfigError` for a ``device`` that torch does not know,
+    :class:`BackendUnavailable` for one that torch cannot use here, and what :func:`ecoffload.get_backend` raises.
     """
     import torch
 
-    target = torch.device("cpu") if device is None else torch.device(device)
+    target = torch.device("cpu") if device is None else _device(device)
     if encoding is None:
         from ecoffload.registry import get_backend
 
         encoding = get_backend(device=target).spec.encoding
     dtype = _an_encoding(encoding).torch_dtype
     words = as_addresses(rows) if address_columns is None else _read_columns(rows, address_columns)
-    return _tensor_of(np.array(words)).to(target).view(dtype)
+    return _on(target, np.array(words)).view(dtype)
 
 
 class PointerTable:
@@ -331,7 +340,7 @@ class PointerTable:
 
     def to(self, device: torch.device | str | int) -> torch.Tensor:
         """The whole table on ``device``; for the CPU it is :attr:`tensor` itself, as ``Tensor.to`` does."""
-        return _tensor_of(self.words).to(device).view(self.encoding.torch_dtype)
+        return _on(_device(device), self.words).view(self.encoding.torch_dtype)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -536,6 +545,37 @@ def _tensor_of(words: Words) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(words.view(np.int64))
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    import torch
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(
+            f"device {device!r} is none that torch knows here; write for example 'cuda' or 'cuda:1'",
+            option="device",
+            value=device,
+        ) from exc
+
+
+def _on(device: torch.device, words: Words) -> torch.Tensor:
+    """The words as int64 on ``device``; on the CPU the same memory."""
+    import torch
+
+    try:
+        return _tensor_of(words).to(device)
+    except Exception as exc:
+        module = getattr(torch, device.type, None)
+        if module is not None and module.is_available():
+            raise  # the device's own error says more
+        raise BackendUnavailable(
+            f"torch {torch.__version__} cannot use {device} here ({exc}); install the torch for that device, and see "
+            "'ecoffload doctor'",
+            name=device.type,
+            reason=str(exc),
+        ) from exc
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from ecoffload import hostmem, layout
+from ecoffload import hostmem, layout, options
 from ecoffload.errors import CacheClosed, RegionError
 from ecoffload.journal import RECORD_BYTES, Journal
 from ecoffload.opening import Opened, Opener
@@ -105,7 +105,7 @@ class HostRegion:
             capacity=capacity,
             granule=granule,
             namespace=namespace,
-            directory=Path(directory),
+            directory=options.directory("directory", directory),
             create=create,
             warm=warm,
             timeout=timeout,

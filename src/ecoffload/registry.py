@@ -37,7 +37,7 @@ from ecoffload.host_queue import BlockingBackend
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GROUP", "TEST_GROUP", "BackendRecord", "backend_for", "get_backend", "list_backends"]
+__all__ = ["GROUP", "TEST_GROUP", "BackendRecord", "backend_for", "find_backend", "get_backend", "list_backends"]
 
 GROUP = "ecoffload.backends"
 TEST_GROUP = "ecoffload.test_backends"
@@ -383,6 +383,19 @@ def _instance(spec: BackendSpec, index: int) -> SwapBackend:
             backend = BlockingBackend(backend)
         _registry.instances[key] = backend
         return backend
+
+
+def find_backend(backend: str | SwapBackend | None, *, device: str | torch.device | int | None = None) -> SwapBackend:
+    """``backend`` itself, or what :func:`get_backend` finds under its name or for ``device``. Raises what that does."""
+    if backend is None or isinstance(backend, str):
+        return get_backend(backend, device=device)
+    if not isinstance(backend, SwapBackend):
+        raise ConfigError(
+            f"backend {backend!r} is a {type(backend).__name__}; pass a backend's name, or what get_backend() gives",
+            option="backend",
+            value=backend,
+        )
+    return backend
 
 
 def _parse_device(device: Any) -> tuple[str | None, int]:

@@ -16,7 +16,7 @@ from ecoffload.backend import D2H, H2D, Completion, Direction, PointerRange, Swa
 from ecoffload.descriptors import AddressRanges, Batch, DescriptorPool
 from ecoffload.errors import ConfigError, DescriptorError
 from ecoffload.pointers import as_addresses, block_addresses
-from ecoffload.registry import backend_for, get_backend
+from ecoffload.registry import find_backend
 from ecoffload.submission import submit_batch
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def swap_blocks(
     block_mapping: ArrayLike | torch.Tensor,
     block_size_in_bytes: int | None = None,
     *,
-    backend: SwapBackend | None = None,
+    backend: str | SwapBackend | None = None,
     stream: Any = None,
 ) -> Completion:
     """Copy whole blocks of ``src`` over blocks of ``dst``.
@@ -52,8 +52,15 @@ def swap_blocks(
     on ``stream`` (default: the device's current one). Raises :class:`DescriptorError` naming the pair that leaves a
     tensor, :class:`ConfigError` for tensors that cannot be swapped.
     """
-    if backend is None:
-        backend = backend_for(src if src.device.type != "cpu" else dst)
+    for name, tensor in (("src", src), ("dst", dst)):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            what = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
+            raise ConfigError(
+                f"{name} is of {what}; swap_blocks takes dense tensors, and swap_blocks_batch takes addresses",
+                option=name,
+                value=what,
+            )
+    backend = find_backend(backend, device=(src if src.device.type != "cpu" else dst).device)
     ops = backend.ops
     src_there, dst_there = ops.owns(src), ops.owns(dst)
     both_cpu = ops.host_ordered and src_there and dst_there
@@ -81,13 +88,14 @@ def swap_blocks(
         if src.dim() == 0 or src.shape[0] == 0:
             raise ConfigError("src has no blocks; give block_size_in_bytes", option="block_size_in_bytes", value=None)
         block_size_in_bytes = src.stride(0) * src.element_size()
-    if isinstance(block_size_in_bytes, bool) or block_size_in_bytes <= 0:
+    size: Any = block_size_in_bytes
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 0 < size < 1 << 63:
         raise ConfigError(
-            f"block_size_in_bytes {block_size_in_bytes!r} must be above zero",
+            f"block_size_in_bytes {block_size_in_bytes!r} must be an integer above zero",
             option="block_size_in_bytes",
             value=block_size_in_bytes,
         )
-    pairs = block_mapping.cpu().numpy() if isinstance(block_mapping, torch.Tensor) else np.asarray(block_mapping)
+    pairs = _pairs(block_mapping)
     if pairs.size == 0:
         pairs = pairs.reshape(0, 2).astype(np.int64)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
@@ -122,6 +130,17 @@ def swap_blocks(
             batch.merge(*edges)
     direction: Direction = D2H if src_there and not both_cpu else H2D
     return _submit(backend, batch, direction, stream, keep=(src, dst))
+
+
+def _pairs(block_mapping: ArrayLike | torch.Tensor) -> NDArray[Any]:
+    try:
+        return block_mapping.numpy(force=True) if isinstance(block_mapping, torch.Tensor) else np.asarray(block_mapping)
+    except (ValueError, TypeError, RuntimeError) as exc:  # ragged rows; a tensor without values or of no dense layout
+        raise ConfigError(
+            f"block_mapping must be (n, 2) integers, got a {type(block_mapping).__name__} that is no such table: {exc}",
+            option="block_mapping",
+            value=type(block_mapping).__name__,
+        ) from exc
 
 
 def _submit(backend: SwapBackend, batch: Batch, direction: Direction, stream: Any, keep: Any = None) -> Completion:
@@ -172,7 +191,7 @@ def swap_blocks_batch(
     direction: Direction | None = None,
     device: str | torch.device | int | None = None,
     stream: Any = None,
-    backend: SwapBackend | None = None,
+    backend: str | SwapBackend | None = None,
 ) -> Completion:
     """Copy ``sizes[i]`` bytes from ``src_ptrs[i]`` to ``dst_ptrs[i]``.
 
@@ -185,7 +204,7 @@ def swap_blocks_batch(
     """
     if direction not in (None, D2H, H2D):
         raise ConfigError(f"direction {direction!r} is neither 'd2h' nor 'h2d'", option="direction", value=direction)
-    chosen = backend or get_backend(device=device)
+    chosen = find_backend(backend, device=device)
     src, dst, size = as_addresses(src_ptrs), as_addresses(dst_ptrs), as_addresses(sizes)
     if not src.ndim == dst.ndim == size.ndim == 1 or not len(src) == len(dst) == len(size):
         raise DescriptorError(
@@ -264,7 +283,9 @@ def _holds(found: PointerRange, address: int) -> bool:
 def _owner(backend: SwapBackend, ranges: list[PointerRange]) -> SwapBackend:
     """The backend of the device that the ranges of the device's side lie on; ``backend`` if they do not say."""
     index = next((r.device for r in ranges if r.kind == "device"), backend.device_index)
-    return backend if index == backend.device_index else get_backend(device=f"{backend.spec.device_type}:{index}")
+    return (
+        backend if index == backend.device_index else find_backend(None, device=f"{backend.spec.device_type}:{index}")
+    )
 
 
 def _check_kind(

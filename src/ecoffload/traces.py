@@ -92,9 +92,15 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
     sizes: list[int] = []
     try:
         with _text(path) as lines:
-            start = lines.read(1)
+            start = lines.read(4096).lstrip()[:1]
             if not start:
                 raise ConfigError(f"trace {str(path)!r} is empty", option="trace", value=str(path))
+            if start == "[":
+                raise ConfigError(
+                    f"trace {str(path)!r} is a JSON array; write one object a line, as jq -c '.[]' does",
+                    option="trace",
+                    value=str(path),
+                )
             lines.seek(0)
             rows = _json_rows(path, lines, columns) if start == "{" else _csv_rows(path, lines, columns)
             for line, key, amount, is_bytes in rows:
@@ -150,7 +156,7 @@ def _text(path: Path) -> IO[str]:
 
 def _csv_rows(path: Path, lines: IO[str], columns: Columns) -> Iterator[_Row]:
     reader = csv.reader(lines)
-    header = next(reader, [])
+    header = next(filter(None, reader), [])
     key, amount, is_bytes = _choose(path, header, columns)
     key_at, amount_at = header.index(key), header.index(amount)
     for row in reader:

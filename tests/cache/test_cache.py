@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
@@ -616,6 +617,20 @@ def test_threads_may_do_anything_at_once(cache: EncoderCache) -> None:
         ({"granule": True}, "granule"),
         ({"register": "always"}, "register"),
         ({"policy": "newest"}, "policy"),
+        ({"policy": b"lru"}, "policy"),
+        ({"namespace": "\ud800"}, "namespace"),
+        ({"checksum": "off"}, "checksum"),
+        ({"checksum": None}, "checksum"),
+        ({"warm": "no"}, "warm"),
+        ({"trust_uuids": 1}, "trust_uuids"),
+        ({"ghost_stats": "no"}, "ghost_stats"),
+        ({"scrub_on_close": []}, "scrub_on_close"),
+        ({"reclaim_after": "1h"}, "reclaim_after"),
+        ({"reclaim_after": -1}, "reclaim_after"),
+        ({"reclaim_after": math.nan}, "reclaim_after"),
+        ({"reclaim_after": 1 << 2000}, "reclaim_after"),
+        ({"backend": 3}, "backend"),
+        ({"backend": b"cpu"}, "backend"),
     ],
 )
 def test_f1_options_that_make_no_sense_are_refused_by_name_and_leave_nothing(
@@ -625,6 +640,12 @@ def test_f1_options_that_make_no_sense_are_refused_by_name_and_leave_nothing(
         open_cache(**options)
     assert caught.value.option == option
     assert os.listdir(shm) == []
+
+
+@pytest.mark.parametrize("directory", [None, 3, b"/dev/shm", ["/dev/shm"], "", "/dev/shm\0", "\ud800"])
+def test_a_directory_that_is_no_path_is_refused_by_name(directory: Any) -> None:
+    with pytest.raises(ConfigError, match="directory is"):
+        EncoderCache("64KiB", directory=directory)
 
 
 def test_f2_what_is_in_force_can_be_asked(open_cache: Open) -> None:

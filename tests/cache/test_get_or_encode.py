@@ -219,3 +219,16 @@ def test_encoders_that_wait_for_each_other_are_let_go_when_the_cache_is_closed()
     for thread in threads:
         thread.join(20)
     assert [type(each) for each in ends] == [CacheClosed, CacheClosed]
+
+
+def test_what_was_encoded_while_the_cache_was_closed_is_still_the_callers() -> None:
+    cache = EncoderCache("1MiB")
+
+    def encode() -> torch.Tensor:
+        cache.close()
+        return torch.arange(3)
+
+    assert cache.get_or_encode("key", encode).tolist() == [0, 1, 2]
+    assert cache.stats().saves == 0
+    with pytest.raises(CacheClosed):
+        cache.get_or_encode("key", encode)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ecoffload import ConfigError, DescriptorError, swap_blocks, swap_blocks_batch, swaps
+from ecoffload import ConfigError, DescriptorError, registry, swap_blocks, swap_blocks_batch, swaps
 from ecoffload.backend import PointerRange, SwapBackend
 from ecoffload.testing.declarations import DECLARED
 from ecoffload.testing.devices import SimInt64, sim_of, simulated
@@ -114,9 +114,9 @@ def test_tensors_whose_blocks_do_not_follow_each_other_are_refused() -> None:
         swap_blocks(blocks(2), blocks(4)[::2], [(0, 0)])
 
 
-@pytest.mark.parametrize("size", [0, -1, True])
+@pytest.mark.parametrize("size", [0, -1, True, "15", 1.5, [15], 1 << 70])
 def test_a_block_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(ConfigError, match="must be above zero"):
+    with pytest.raises(ConfigError, match="must be an integer above zero"):
         swap_blocks(blocks(2), blocks(2), [(0, 0)], size)
     with pytest.raises(ConfigError, match="no blocks"):
         swap_blocks(torch.tensor(1), blocks(2), [(0, 0)])
@@ -128,6 +128,41 @@ def test_two_tensors_of_one_side_are_refused() -> None:
     for pair in ((there, there), (blocks(2), blocks(2))):
         with pytest.raises(ConfigError, match="between the host and"):
             swap_blocks(*pair, [(0, 0)], backend=backend)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [[0, 1], [2]],
+        "ab",
+        None,
+        [[0.5, 1]],
+        torch.zeros(1, 2, dtype=torch.int64, device="meta"),
+        torch.ones(2, 2).to_sparse(),
+    ],
+    ids=["ragged", "text", "none", "floats", "without values", "sparse"],
+)
+def test_a_mapping_that_is_no_table_of_pairs_is_refused(pairs: Any) -> None:
+    with pytest.raises(ConfigError, match="block_mapping must be"):
+        swap_blocks(blocks(2), blocks(2), pairs)
+
+
+@pytest.mark.parametrize("what", [None, 3, [1], np.zeros((2, 2)), torch.ones(2, 2).to_sparse()], ids=str)
+def test_what_is_no_dense_tensor_is_refused_on_either_side(what: Any) -> None:
+    with pytest.raises(ConfigError, match="src is of"):
+        swap_blocks(what, blocks(2), [(0, 1)])
+    with pytest.raises(ConfigError, match="dst is of"):
+        swap_blocks(blocks(2), what, [(0, 1)])
+
+
+def test_a_backend_may_be_named_and_what_is_none_is_refused() -> None:
+    dst = blocks(2, 1)
+    swap_blocks(blocks(2), dst, [(0, 1)], backend="cpu").wait()
+    assert torch.equal(dst[1], blocks(2)[0])
+    with pytest.raises(ConfigError, match="pass a backend's name"):
+        swap_blocks(blocks(2), dst, [(0, 1)], backend=3.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="pass a backend's name"):
+        swap_blocks_batch([0], [0], [0], backend=3.5)  # type: ignore[arg-type]
 
 
 # --- swap_blocks_batch
@@ -286,7 +321,7 @@ def test_memory_of_another_device_is_refused_or_served_by_that_device(
         names.append(device)
         return other if device is None else backend
 
-    monkeypatch.setattr(swaps, "get_backend", get_backend)
+    monkeypatch.setattr(registry, "get_backend", get_backend)
     assert swap_blocks_batch([host], [there], [8]).wait()
     assert names == [None, "sim-int64:5"]
 

@@ -177,6 +177,7 @@ def test_a_negative_block_id_is_refused_by_index(ids):
         ((P, [1], True), {}, "stride"),
         ((P, [1], 10), {"sub_blocks": 3}, "sub_stride"),
         ((P, [1], 10), {"sub_blocks": 0}, "sub_blocks"),
+        ((P, [1], 10), {"sub_blocks": 2**63, "sub_stride": 0}, "sub_blocks"),
         ((P, [1], 10), {"sub_stride": -1}, "sub_stride"),
         ((P, [1], 10), {"skip": 2}, "skip"),
         ((P, [1], 10), {"skip": -1}, "skip"),
@@ -195,6 +196,15 @@ def test_an_argument_out_of_range_is_refused_by_name(arguments, options, named):
 
 def test_no_blocks_have_no_addresses():
     assert block_addresses(P, [], 4096, sub_blocks=4).tolist() == []
+
+
+def test_a_few_of_very_many_sub_blocks_are_made_alone():
+    many = 2**40
+    assert block_addresses(P, [7, 2], 0, sub_blocks=many, sub_stride=1, skip=many - 1, count=2).tolist() == [
+        P + many - 1,
+        P,
+    ]
+    assert block_addresses(P, [7] * 100_000, 4096, sub_blocks=many, sub_stride=0, count=1).tolist() == [P + 7 * 4096]
 
 
 def test_skipped_blocks_may_lie_anywhere():

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecoffload.errors import AddressError, EncodingMismatch
+from ecoffload.errors import AddressError, BackendUnavailable, ConfigError, EncodingMismatch
 from ecoffload.pointers import PointerEncoding, PointerTable, pointer_table
 
 P = 0xFFFFD556B6400000
@@ -132,6 +132,20 @@ def test_the_encoding_of_the_devices_backend_is_taken_when_none_is_named(encodin
     assert pointer_table([P]).dtype is encoding.torch_dtype
     assert pointer_table([P], device="meta").device.type == "meta"
     assert asked == [(None, torch.device("cpu")), (None, torch.device("meta"))]
+
+
+@pytest.mark.parametrize("device", ["bogus", "", "cuda:x", 3.5, []])
+def test_a_device_that_torch_does_not_know_is_refused_by_name(device):
+    with pytest.raises(ConfigError, match="device"):
+        pointer_table([P], encoding=INT64, device=device)
+    with pytest.raises(ConfigError, match="device"):
+        PointerTable(1, INT64).to(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_torch_cannot_use_here_is_unavailable():
+    with pytest.raises(BackendUnavailable, match="cannot use cuda here"):
+        pointer_table([P], encoding=INT64, device="cuda")
 
 
 def test_the_cpus_backend_declares_int64():

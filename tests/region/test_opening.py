@@ -97,6 +97,21 @@ def test_namespaces_that_differ_only_beyond_what_the_header_shows_are_different(
 
 @pytest.mark.parametrize(
     ("option", "value"),
+    [
+        ("directory", None), ("directory", b"/dev/shm"), ("namespace", b"n"), ("namespace", 3), ("warm", "no"),
+        ("create", None), ("scrub_on_close", 1), ("timeout", "30s"), ("timeout", math.nan), ("reclaim_after", -1),
+        ("chunk_bytes", "64GiB"), ("chunk_bytes", 1.5), ("takeover_limit", 3), ("takeover_limit", ("3", "10min")),
+        ("takeover_limit", (3, -1)),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_kind_is_refused_by_name(shm: Path, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=option):
+        open_region(shm, **{option: value})
+    assert list(shm.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
     [("capacity", 0), ("capacity", -1), ("capacity", True), ("granule", 0), ("granule", 2 * MIB), ("slots", 0)],
 )
 def test_a_number_that_makes_no_region_is_refused_by_name(shm: Path, option: str, value: int) -> None:
@@ -267,6 +282,16 @@ def test_what_does_not_fit_is_taken_over_cold_and_said_once(
         assert region.journal is not None
         assert len(region.journal) == 0
     assert [why in each.getMessage() for each in caplog.records] == [True]
+
+
+def test_a_file_of_another_size_is_taken_over_cold_and_its_size_said(shm: Path) -> None:
+    with open_region(shm, warm=True, namespace="n") as region:
+        path, size = region.path, region.path.stat().st_size
+    os.truncate(path, size - 4096)
+    with open_region(shm, warm=True, namespace="n") as region:
+        assert region.start == "cold"
+        assert f"not whole: size {size - 4096}" in region.start_reason
+        assert f"{size} expected" in region.start_reason
 
 
 def test_the_third_takeover_within_ten_minutes_is_cold_and_the_next_is_warm_again(

@@ -38,6 +38,11 @@ def test_csv_is_known_by_its_bytes(tmp_path: Path, name: str) -> None:
     assert (trace.footprint, trace.total_bytes) == (50, 70)
 
 
+@pytest.mark.parametrize("text", ["\n\nobj,tokens\na,2\n", '\n {"obj": "a", "tokens": 2}\n'])
+def test_blank_lines_before_the_first_are_passed_over(tmp_path: Path, text: str) -> None:
+    assert read_trace(written(tmp_path, text), token_bytes=10).sizes.tolist() == [20]
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_json_lines_are_known_by_their_bytes(tmp_path: Path, name: str) -> None:
     rows = [{"mm_hash": "x", "nbytes": 7}, {"mm_hash": "y", "nbytes": 5}, {"mm_hash": "x", "nbytes": 7}]
@@ -70,6 +75,8 @@ def test_the_head_of_a_trace_is_a_trace_of_its_own(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "is empty"),
+        ("\n \n", "is empty"),
+        ('[{"obj": 1, "tokens": 2}]', "JSON array; write one object a line"),
         ("obj,tokens\n", "has no rows"),
         ("a,b\n1,2\n", r"it has a, b: name the right ones with --key-column"),
         ("obj\n1\n", "'tokens'"),
