@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ecoffload import BackendUnavailable, CacheClosed, ConfigError, EncoderCache
+from ecoffload import CacheClosed, ConfigError, EncoderCache
 from ecoffload.testing.tiers.fake import FakeStore, FakeTier
-from ecoffload.tiers import TierLink, link, open_tier
+from ecoffload.tiers import TierLink, link
 from ecoffload.tiers.header import HEADER_BYTES, object_name
 
 Node = Callable[..., EncoderCache]
@@ -225,7 +225,7 @@ def test_whatever_lies_in_the_store_no_wrong_byte_is_ever_given_out(
 def test_half_an_entry_without_an_answer_is_a_miss_and_its_extents_are_kept_aside_for_a_while(
     node: Node, eventually: Eventually, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "GRACE", 0.3)
+    monkeypatch.setattr(FakeTier, "grace", 0.3)
     one, two = node(), node()
     publish(one, "a", tensor(1), eventually)
     store.spoil = lambda name, data: None
@@ -390,6 +390,73 @@ def test_a_put_while_its_key_is_on_its_way_counts_and_the_fetch_gives_way(
     sound(two)
 
 
+def test_a_put_while_its_key_is_being_located_counts_and_the_fetch_ends(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    one, two = node(), node(wait=0.01)
+    publish(one, "a", tensor(1), eventually)
+    store.up.clear()
+    assert two.get("a") is None
+    assert two.put("a", tensor(2))
+    store.up.set()
+    eventually(lambda: tier(two)["fetching"] == 0)
+    got = two.get("a")
+    assert got is not None
+    assert torch.equal(got, tensor(2))
+    sound(two)
+
+
+def test_what_was_invalidated_while_it_waited_to_be_published_is_not(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    cache = node()
+    store.up.clear()
+    cache.put("a", tensor(1))
+    cache.invalidate("a")
+    store.up.set()
+    eventually(lambda: tier(cache)["withheld"] == 1)
+    assert not store.objects
+    assert cache.stats().pinned_entries == 0
+    sound(cache)
+
+
+def test_after_a_failure_fetches_go_one_at_a_time_and_little_is_kept_aside(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    one, two = node(), node(share=0.25, wait=0.2)
+    for i in range(12):
+        publish(one, f"{i}", tensor(i), eventually)
+    store.spoil = lambda name, data: None
+    for _ in range(4):
+        assert two.get_many([f"{i}" for i in range(12)]) == {}
+        assert tier(two)["aside_bytes"] <= 2 * 0.25 * (256 << 10) + 4096
+    store.spoil = None
+    eventually(lambda: len(two.get_many([f"{i}" for i in range(12)])) == 12)
+    assert tier(two)["aside_bytes"] > 0  # recovered long before these are given back
+    sound(two)
+
+
+def test_what_only_waits_for_room_says_nothing_of_the_store(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    one, two = node(), node(share=0.02, wait=0.01, deadline=0.2)
+    for i in range(8):
+        publish(one, f"{i}", tensor(i), eventually)
+    begun, go = threading.Event(), threading.Event()
+
+    def spoil(name: str, data: bytes) -> bytes:
+        begun.set()
+        go.wait(20)
+        return data
+
+    store.spoil = spoil
+    keys = [f"{i}" for i in range(8)]
+    eventually(lambda: two.get_many(keys) == {} and begun.is_set())
+    eventually(lambda: two.stats().tier["late"] >= 4)
+    go.set()  # two calls at most were under way, of two threads
+    assert tier(two)["breakers"]["fetch"] == "closed"
+
+
 def test_an_invalidated_key_is_not_fetched_back(node: Node, eventually: Eventually) -> None:
     cache = node()
     publish(cache, "a", tensor(1), eventually)
@@ -452,7 +519,7 @@ def test_closing_with_a_call_that_is_stuck_keeps_its_memory(
     assert stuck.close() is False
     assert not stuck.tier.closed
     store.up.set()
-    for thread in stuck._threads:
+    for thread in stuck._couriers.threads:
         thread.join(10)
     link._stuck.remove(stuck)
     stuck._hold = None
@@ -488,7 +555,9 @@ def test_a_fault_of_the_link_itself_turns_the_tier_off_and_not_the_cache(
     def broken(*args: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(there, {"offer": "_outgoing", "fetch": "_hand_over", "settle": "_heard"}[where], broken)
+    couriers = there._couriers
+    whose, name = {"offer": (couriers, "publish"), "fetch": (couriers, "fetch"), "settle": (there, "_heard")}[where]
+    monkeypatch.setattr(whose, name, broken)
     assert cache.get("a") is None
     cache.put("a", tensor(1))
     got = cache.get("a")
@@ -499,23 +568,6 @@ def test_a_fault_of_the_link_itself_turns_the_tier_off_and_not_the_cache(
 
 
 # --- options
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("mooncake", "no URL"),
-        ("nosuch://host:1", "no installed package"),
-        ("mooncake://host:1/path", "no URL"),
-        ("mooncake://user@host:1", "no URL"),
-        ("mooncake://host:1?wait=-1", "wait"),
-        ("mooncake://host:1?wait=1&wait=2", "twice"),
-        ("mooncake://host:1?deadline", "no URL"),
-    ],
-)
-def test_a_wrong_url_is_an_error_at_the_start(url: str, reason: str) -> None:
-    with pytest.raises((ConfigError, BackendUnavailable), match=reason):
-        open_tier(url, namespace="model")
 
 
 def test_a_tier_without_a_namespace_is_refused() -> None:

@@ -40,6 +40,11 @@ class Breaker:
         """Whether asking has any prospect; changes nothing."""
         return self.state == "closed" or (self.state == "open" and self._clock() >= self._until)
 
+    @property
+    def sound(self) -> bool:
+        """Whether bytes have moved since the last failure, if there was one."""
+        return not self._failures
+
     def allow(self) -> bool:
         """Whether to make a call now; True must be followed by ``success``, ``answered`` or ``failure``."""
         with self._lock:

@@ -48,6 +48,8 @@ class RemoteTier(ABC):
 
     scheme: ClassVar[str]
     """Of the URLs it serves."""
+    grace: float = 10.0
+    """Seconds after which nothing is written any more into the parts of a fetch that has ended UNCONFIRMED."""
 
     def __init__(self, address: str, options: Mapping[str, str]) -> None:
         """Of ``scheme://address?options``: checks both and reaches for nothing.

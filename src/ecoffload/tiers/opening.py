@@ -1,13 +1,12 @@
 """From ``mooncake://host:port?option=value`` to a link: which class serves the scheme, and what the options mean.
 
-Built-in schemes are resolved first; a third party registers a scheme under the entry-point group ``ecoffload.tiers``,
-with its :class:`RemoteTier` as the value. Only the one that is asked for is imported.
+A tier is found through the entry-point group ``ecoffload.tiers``, the built-in one like anybody's: the name is the
+scheme, the value a :class:`RemoteTier`. Only the one that is asked for is imported.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -21,7 +20,6 @@ from ecoffload.tiers.options import TierOptions
 __all__ = ["GROUP", "open_tier"]
 
 GROUP = "ecoffload.tiers"
-_BUILT_IN = {"mooncake": "ecoffload.tiers.mooncake:MooncakeTier"}
 
 
 def open_tier(tier: str | RemoteTier, *, namespace: str) -> TierLink:
@@ -62,20 +60,19 @@ def open_tier(tier: str | RemoteTier, *, namespace: str) -> TierLink:
 
 
 def _class_of(scheme: str) -> type[RemoteTier]:
-    where = _BUILT_IN.get(scheme)
-    if where is not None:
-        module, _, name = where.partition(":")
-        found: Any = getattr(import_module(module), name)
-        return found  # type: ignore[no-any-return]
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    entry = entries.get(scheme)
-    if entry is None:
-        known = ", ".join(sorted({*_BUILT_IN, *entries}))
+    entries = importlib.metadata.entry_points(group=GROUP)
+    mine = entries.select(name=scheme)
+    if not mine:
+        known = ", ".join(sorted(entries.names)) or "none (mooncake is missing too: install ecoffload again)"
         raise ConfigError(
             f"no installed package brings a tier for {scheme}://; known: {known}", option="tier", value=scheme
         )
+    if len(mine) > 1:
+        owners = ", ".join(sorted(f"{each.dist.name} ({each.value})" if each.dist else each.value for each in mine))
+        raise PluginError(f"{scheme}:// is claimed by several packages: {owners}; uninstall all but one", name=scheme)
+    (entry,) = mine
     try:
-        found = entry.load()
+        found: Any = entry.load()
     except EcoffloadError:
         raise
     except Exception as exc:

@@ -13,10 +13,12 @@ class TierOptions(BaseModel):
     * ``publish``, ``fetch``: which of the two is done (both).
     * ``wait``: seconds that a caller of :class:`EncoderCache` waits for an entry on its way before it is a miss.
     * ``deadline``: seconds after which a fetch is given up.
-    * ``queue``: entries that may wait to be published; further ones are dropped and counted.
+    * ``queue``: entries that may wait to be published, and keys that may be on their way; further ones are dropped or
+      skipped, and counted.
     * ``publishers``, ``fetchers``: threads that do the one and the other.
-    * ``share``: of the region's bytes that may be in fetches; as much again may be kept aside after unconfirmed ones
-      (above it nothing more is fetched), and as much be waiting to be published.
+    * ``share``: of the region's bytes that may be in fetches (after a failure they go one at a time until bytes move
+      again). Up to twice that may be kept aside after unconfirmed ones, above which nothing more is fetched; up to once
+      that may be waiting to be published.
     * ``absent``: seconds for which a key that was not there is not asked for again.
     """
 

@@ -1,0 +1,296 @@
+"""The threads that call a store for one link: jobs go in, and come out again with what became of them.
+
+Owns the tier's calls, the breakers that forgo them, the memory for headers and all checking of what arrived. Sees
+memory and names, never the index: what an outcome means for an entry is the link's. Only the link uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from ecoffload.checksums import checksum_of
+from ecoffload.errors import EcoffloadError
+from ecoffload.tiers.breaker import Breaker
+from ecoffload.tiers.header import HEADER_BYTES, Header, object_name, pack, unpack
+from ecoffload.tiers.interface import Answer, RemoteTier, TierObject
+from ecoffload.tiers.options import TierOptions
+
+if TYPE_CHECKING:
+    from ecoffload.index import Entry
+    from ecoffload.region import HostRegion
+
+__all__ = ["Couriers", "Fetch", "Publication"]
+
+_log = logging.getLogger("ecoffload.tiers")
+
+T = TypeVar("T")
+
+BATCH = 16
+"""Objects of one call at most."""
+
+
+class Publication:
+    """An entry on its way out, pinned by the link. ``outcome``: one of the names that its counts have."""
+
+    __slots__ = ("bytes_sent", "entry", "outcome")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.outcome = "dropped"
+        self.bytes_sent = 0
+
+
+class Fetch:
+    """A key on its way in: first located (``entry`` None gives ``size``), then fetched into the extents of ``entry``.
+
+    ``answer`` REFUSED stands for whatever left the extents alone, a call that was never made included. ``header``: of
+    bytes that are all there and right. ``problem``: why bytes that came are not.
+    """
+
+    __slots__ = ("answer", "begun", "called", "deadline", "entry", "header", "key", "late", "problem", "size")
+
+    def __init__(self, key: bytes, begun: float, deadline: float) -> None:
+        self.key = key
+        self.begun = begun
+        self.deadline = deadline
+        self.entry: Entry | None = None
+        self.size: int | None = None
+        self.answer = Answer.REFUSED
+        self.header: Header | None = None
+        self.problem = ""
+        self.called = False
+        """Whether a call of the store's is under way for it."""
+        self.late = False
+        """Set by the link, which has given it up: no call is to be made for it any more."""
+
+
+class Couriers:
+    """Some threads that publish and some that fetch. ``publish`` and ``fetch`` never wait; nor do the deques
+    ``published`` and ``answered``, in which every job comes back exactly once."""
+
+    def __init__(
+        self, tier: RemoteTier, options: TierOptions, namespace: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.breakers = {"publish": Breaker(clock=clock), "fetch": Breaker(clock=clock)}
+        self.published: deque[Publication] = deque()
+        self.answered: deque[Fetch] = deque()
+        self.connected = False
+        self.threads: list[threading.Thread] = []
+        self._tier = tier
+        self._options = options
+        self._namespace = namespace
+        self._clock = clock
+        self._outgoing: SimpleQueue[Publication | None] = SimpleQueue()
+        self._incoming: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._connecting = threading.Lock()
+        self._stopping = False
+
+    def start(self, region: HostRegion) -> None:
+        """Begin, with the entries' bytes in ``region``, which has to outlive the threads."""
+        options = self._options
+        work = [self._publish_all] * (options.publishers if options.publish else 0)
+        work += [self._fetch_all] * (options.fetchers if options.fetch else 0)
+        # Headers lie in memory of their own, which the store is told of as well: BATCH slots for each thread.
+        self._headers = mmap.mmap(-1, max(1, len(work)) * BATCH * HEADER_BYTES)
+        self._header_base = ctypes.addressof(ctypes.c_char.from_buffer(self._headers))
+        self._region = region
+        for number, run in enumerate(work):
+            name = f"ecoffload-tier-{number}"
+            self.threads.append(threading.Thread(target=run, args=(number * BATCH,), name=name, daemon=True))
+            self.threads[-1].start()
+
+    def publish(self, job: Publication) -> None:
+        """Send it, some time."""
+        self._outgoing.put(job)
+
+    def fetch(self, job: Fetch) -> None:
+        """Locate it, or fetch it if it has an entry, some time."""
+        self._incoming.put(job)
+
+    def failed(self, kind: str, why: str) -> None:
+        """Tell the breaker, and the log if that opened it."""
+        if self.breakers[kind].failure():
+            _log.warning("tier %s: no more %s for a while: %s", self._tier.scheme, kind, why)
+
+    def stop(self, limit: float) -> bool:
+        """Make no further calls, and wait ``limit`` seconds at most for those under way; False if one is stuck."""
+        self._stopping = True
+        for _ in self.threads:  # one for each thread of either kind, and some to spare
+            self._outgoing.put(None)
+            self._incoming.put(None)
+        end = time.monotonic() + limit
+        for thread in self.threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
+
+    # -- what the threads do -----------------------------------------------------------------------------------------
+
+    def _ask(self, kind: str, call: Callable[[], list[T]], count: int) -> list[T] | None:
+        """The store's ``count`` answers; None, told to the breaker, if it does not give them."""
+        try:
+            if not self.connected:
+                with self._connecting:
+                    if not self.connected:
+                        region, headers = self._region, (self._header_base, len(self._headers))
+                        self._tier.connect(((region.address, region.nbytes), headers))
+                        self.connected = True
+            answers = call()
+        except Exception as exc:  # a store's client may raise anything at all; no answer is a miss
+            self.failed(kind, f"{type(exc).__name__}: {exc}")
+            return None
+        if len(answers) != count:
+            self.failed(kind, f"{len(answers)} answers for {count} objects")
+            return None
+        return answers
+
+    def _moved(self, kind: str, answers: list[Answer]) -> None:
+        """Tell the breaker how a call that should move bytes has ended."""
+        if Answer.UNCONFIRMED in answers:
+            self.failed(kind, "unconfirmed")
+        else:
+            self.breakers[kind].success()
+
+    def _slot(self, number: int) -> memoryview:
+        at = number * HEADER_BYTES
+        return memoryview(self._headers)[at : at + HEADER_BYTES]
+
+    def _object(self, slot: int, entry: Entry) -> TierObject:
+        parts, left = [(self._header_base + slot * HEADER_BYTES, HEADER_BYTES)], entry.nbytes
+        for offset, length in entry.extents:
+            parts.append((self._region.address + offset, min(length, left)))
+            left -= parts[-1][1]
+        return TierObject(object_name(self._namespace, entry.key), tuple(parts))
+
+    def _publish_all(self, slots: int) -> None:
+        while jobs := _take(self._outgoing):
+            try:
+                if not self._stopping and self.breakers["publish"].allow():
+                    self._publish(jobs, slots)
+            except Exception as exc:  # the thread has to live on
+                self.failed("publish", repr(exc))
+            finally:
+                self.published.extend(jobs)
+
+    def _publish(self, jobs: list[Publication], slots: int) -> None:
+        names = [object_name(self._namespace, job.entry.key) for job in jobs]
+        there = self._ask("publish", lambda: self._tier.exists(names), len(names))
+        if there is None:
+            for job in jobs:
+                job.outcome = "publish_failed"
+            return
+        self.breakers["publish"].answered()
+        new: list[tuple[Publication, TierObject]] = []
+        for i, (job, size) in enumerate(zip(jobs, there, strict=True)):
+            entry = job.entry
+            if not entry.listed:  # invalidated since: nobody is to have these bytes
+                job.outcome = "withheld"
+            elif size is not None:
+                job.outcome = "already_there"
+            else:
+                checksum = entry.checksum
+                if checksum is None:
+                    checksum = checksum_of(self._region, entry.extents, entry.nbytes)
+                try:
+                    header = pack(self._namespace, entry.key, Header(entry.dtype, entry.shape, entry.nbytes, checksum))
+                except EcoffloadError as exc:
+                    job.outcome = "withheld"
+                    _log.warning("not published: %s", exc)
+                    continue
+                self._slot(slots + i)[:] = header
+                new.append((job, self._object(slots + i, entry)))
+        if not new or self._stopping:
+            return
+        answers = self._ask("publish", lambda: self._tier.publish([each for _, each in new]), len(new))
+        if answers is None:
+            answers = [Answer.UNCONFIRMED] * len(new)
+        else:
+            self._moved("publish", answers)
+        for (job, _), answer in zip(new, answers, strict=True):
+            if answer is Answer.DONE:
+                job.outcome, job.bytes_sent = "published", job.entry.nbytes
+            else:
+                job.outcome = "publish_failed" if answer is Answer.UNCONFIRMED else "not_kept"
+
+    def _fetch_all(self, slots: int) -> None:
+        while jobs := _take(self._incoming):
+            self._in_time([job for job in jobs if job.entry is None], self._locate)
+            self._in_time([job for job in jobs if job.entry is not None], lambda due: self._load(due, slots))
+
+    def _in_time(self, jobs: list[Fetch], work: Callable[[list[Fetch]], None]) -> None:
+        """Do it for those that somebody still waits for, and answer all."""
+        try:
+            now = self._clock()
+            due = [job for job in jobs if not job.late and now < job.deadline]
+            if due and not self._stopping:
+                work(due)
+        except Exception as exc:  # the thread has to live on, and whoever waits has to hear
+            self.failed("fetch", repr(exc))
+        finally:
+            for job in jobs:
+                job.called = False
+            self.answered.extend(jobs)
+
+    def _locate(self, jobs: list[Fetch]) -> None:
+        if not self.breakers["fetch"].allow():
+            return
+        names = [object_name(self._namespace, job.key) for job in jobs]
+        for job in jobs:
+            job.called = True
+        sizes = self._ask("fetch", lambda: self._tier.exists(names), len(names))
+        if sizes is None:
+            return
+        self.breakers["fetch"].answered()
+        for job, size in zip(jobs, sizes, strict=True):
+            job.size = size
+            job.answer = Answer.ABSENT if size is None else Answer.DONE
+
+    def _load(self, jobs: list[Fetch], slots: int) -> None:
+        objects = []
+        for i, job in enumerate(jobs):
+            if job.entry is None:
+                continue
+            self._slot(slots + i)[:] = bytes(HEADER_BYTES)
+            objects.append(self._object(slots + i, job.entry))
+        for job in jobs:
+            job.called, job.answer = True, Answer.UNCONFIRMED
+        answers = self._ask("fetch", lambda: self._tier.fetch_many(objects), len(objects))
+        if answers is None:
+            return
+        self._moved("fetch", answers)
+        for i, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
+            job.answer = answer
+            entry = job.entry
+            if answer is not Answer.DONE or entry is None:
+                continue
+            header = unpack(self._namespace, job.key, entry.nbytes, bytes(self._slot(slots + i)))
+            if isinstance(header, str):
+                job.problem = header
+            elif checksum_of(self._region, entry.extents, entry.nbytes) != header.checksum:
+                job.problem = "the checksum of its bytes is wrong"
+            else:
+                job.header = header
+
+
+def _take(queue: SimpleQueue[T | None]) -> list[T]:
+    """What waits in the queue, up to a batch, waiting for the first; empty at the end. One None ends one thread."""
+    jobs: list[T] = []
+    job = queue.get()
+    while job is not None:
+        jobs.append(job)
+        if len(jobs) == BATCH:
+            return jobs
+        try:
+            job = queue.get_nowait()
+        except Empty:
+            return jobs
+    if jobs:
+        queue.put(None)
+    return jobs
