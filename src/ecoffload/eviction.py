@@ -24,6 +24,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from ecoffload.errors import ConfigError
@@ -128,6 +129,13 @@ class _Queue(Generic[K]):
         if key in self._keys:
             self._parked[key] = self._keys.pop(key)
 
+    def victims(self) -> Iterator[K]:
+        """From cold to hot; one that has not left by the next step is parked."""
+        keys = self._keys
+        while keys:
+            yield (key := next(iter(keys)))
+            self.park(key)
+
     def __len__(self) -> int:
         return len(self._keys) + len(self._parked)
 
@@ -182,10 +190,7 @@ class FifoPolicy(EvictionPolicy[K]):
         self._queue.unpark(key)
 
     def victims(self) -> Iterator[K]:
-        queue = self._queue
-        while (key := queue.coldest()) is not None:
-            yield key
-            queue.park(key)
+        return self._queue.victims()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -324,10 +329,7 @@ class AutoPolicy(EvictionPolicy[K]):
         self._queue_of[key].unpark(key)
 
     def victims(self) -> Iterator[K]:
-        for queue in (self._probation, self._protected):
-            while (key := queue.coldest()) is not None:
-                yield key
-                queue.park(key)
+        return chain(self._probation.victims(), self._protected.victims())
 
     def _put_on_probation(self, key: K, nbytes: int) -> None:
         self._probation.push(key, nbytes)

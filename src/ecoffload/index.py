@@ -12,6 +12,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ecoffload.errors import ConfigError, RegionError
@@ -64,7 +66,10 @@ class Entry:
         self.key = key
         self.generation = generation
         self.extents = extents
-        self.held_bytes = sum(length for _, length in extents)
+        held = 0
+        for _, length in extents:
+            held += length
+        self.held_bytes = held
         self.nbytes = nbytes
         self.dtype = dtype
         self.shape = shape
@@ -105,7 +110,7 @@ class EntryIndex:
         self._policy = policy
         self._journal = journal
         self._entries: dict[bytes, Entry] = {}
-        self._owners: set[Entry] = set()  # every entry that holds extents, listed or not
+        self._unlisted: set[Entry] = set()  # entries that no key leads to any more and that still hold extents
         self._in_doubt: deque[tuple[int, Entry]] = deque()  # those of them that are kept aside, by era
         self._evictable = 0  # bytes of ready entries without readers
         self._generation = 0
@@ -136,12 +141,16 @@ class EntryIndex:
     @property
     def pinned(self) -> int:
         """Entries that have readers."""
-        return sum(1 for entry in self._owners if entry.pins)
+        return sum(1 for entry in self._owners() if entry.pins)
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes kept aside because a writer that nobody hears of may still be at them."""
         return sum(entry.held_bytes for _, entry in self._in_doubt)
+
+    def _owners(self) -> Iterator[Entry]:
+        """Every entry that holds extents."""
+        return chain(self._entries.values(), self._unlisted)
 
     def lookup(self, key: bytes) -> Entry | None:
         """The entry of that key in whatever state, or None. Does not count as a use."""
@@ -167,16 +176,21 @@ class EntryIndex:
         if self.reuse is not None:
             self.reuse.use(key, nbytes)
         allocator = self._allocator
-        if not allocator.fits(nbytes):
-            if not self.refused_too_large:  # said once; stats count the rest
-                _log.warning(
-                    "key %r is not kept: its %d bytes are more than the whole cache's %d", key, nbytes, self.capacity
-                )
-            self.refused_too_large += 1
-            return None
         extents = allocator.allocate(nbytes)
         if extents is None:
-            extents = self._make_room(nbytes)
+            if not allocator.fits(nbytes):
+                if not self.refused_too_large:  # said once; stats count the rest
+                    _log.warning(
+                        "key %r is not kept: its %d bytes are more than the whole cache's %d",
+                        key,
+                        nbytes,
+                        self.capacity,
+                    )
+                self.refused_too_large += 1
+                return None
+            # Not even asked for what all evictions together would not give.
+            if nbytes <= allocator.free_bytes + self._evictable:
+                extents = self._evict_until(partial(allocator.allocate, nbytes))
             if extents is None:
                 self.refused_no_room += 1
                 return None
@@ -209,27 +223,22 @@ class EntryIndex:
                 self.refused_no_room += 1
                 return None
         self._entries[key] = entry
-        self._owners.add(entry)
         return entry
-
-    def _make_room(self, nbytes: int) -> tuple[Extent, ...] | None:
-        allocator = self._allocator
-        if nbytes > allocator.free_bytes + self._evictable:
-            return None
-        return self._evict_until(lambda: allocator.allocate(nbytes))
 
     def _evict_until(self, attempt: Callable[[], T | None]) -> T | None:
         """Evict, best victim first, until ``attempt`` gives something; None if nothing is left that may go."""
-        for key in self._policy.victims():
-            entry = self._entries[key]
+        policy, entries = self._policy, self._entries
+        for key in policy.victims():
+            entry = entries[key]
             if entry.pins:
                 continue  # the policy parks it until its last reader has gone
             self.evictions += 1
             self.evicted_bytes += entry.nbytes
-            self._policy.evict(key)
+            policy.evict(key)
             self._evictable -= entry.held_bytes
-            self._unlist(entry)
-            self._release(entry)
+            del entries[key]
+            entry.listed = False
+            self._free(entry)
             found = attempt()
             if found is not None:
                 return found
@@ -241,7 +250,6 @@ class EntryIndex:
         Its extents are reserved in the allocator already.
         """
         self._entries[entry.key] = entry
-        self._owners.add(entry)
         self._generation = max(self._generation, entry.generation)
         entry.write = "writing"
 
@@ -249,7 +257,7 @@ class EntryIndex:
         """Keep extents aside that an earlier process may still be writing (reserved in the allocator already)."""
         entry = Entry(b"", 0, extents, 0, "uint8", (0,))
         entry.handle, entry.listed, entry.quarantined, entry.write = handle, False, True, "writing"
-        self._owners.add(entry)
+        self._unlisted.add(entry)
         self._in_doubt.append((era, entry))
 
     def writing(self, entry: Entry) -> None:
@@ -352,26 +360,27 @@ class EntryIndex:
             if self._journal is not None and entry.handle is not None:
                 self._journal.drop(entry.handle)  # at once, readers or not: a restart must not find it either
                 entry.handle = None
-        self._unlist(entry)
-
-    def _unlist(self, entry: Entry) -> None:
         del self._entries[entry.key]
         entry.listed = False
+        self._unlisted.add(entry)
 
     def _release(self, entry: Entry) -> None:
         """Give the extents back unless somebody writes or reads them, or may still do so unheard."""
-        if entry.write != "ended" or entry.pins or entry.quarantined:
-            return
+        if entry.write == "ended" and not entry.pins and not entry.quarantined:
+            self._unlisted.remove(entry)
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        """Out of the journal, and then its extents to whoever asks next."""
         if self._journal is not None and entry.handle is not None:
             self._journal.drop(entry.handle)  # before the extents change hands: two records must never claim them
             entry.handle = None
-        self._owners.remove(entry)
         self._allocator.free(entry.extents)
 
     def check(self) -> None:
         """Raise :class:`RegionError` unless every granule is free or owned by exactly one entry, and pins are sane."""
         self._allocator.check()
-        spans = sorted(extent for entry in self._owners for extent in entry.extents)
+        spans = sorted(extent for entry in self._owners() for extent in entry.extents)
         end = 0
         for offset, length in spans:
             if offset < end:
@@ -385,7 +394,7 @@ class EntryIndex:
                 actual=self._allocator.used_bytes,
             )
         free_to_go = 0
-        for entry in self._owners:
+        for entry in self._owners():
             if entry.pins < 0:
                 raise RegionError(f"{entry!r} has {entry.pins} pins", actual=entry.pins)
             if entry.listed != (self._entries.get(entry.key) is entry):
@@ -398,5 +407,6 @@ class EntryIndex:
                 expected=free_to_go,
                 actual=self._evictable,
             )
-        if not self._owners.issuperset(self._entries.values()):
-            raise RegionError("a key leads to an entry that owns nothing")
+        for key, entry in self._entries.items():
+            if entry.key != key or entry in self._unlisted:
+                raise RegionError(f"the key {key!r} leads to {entry!r}, which is unlisted or another's", actual=key)
