@@ -92,6 +92,7 @@ def test_a_copy_that_a_driver_may_let_pass_is_refused(where: str) -> None:
     tensor = device.tensor(PAGE, 1)
     base = device.address(tensor)
     host = HostBuffer(device.backend, 2 * PAGE, register=False)
+    host.array[:] = 0  # buffers are lent again as they are
     one, two = (device.backend.register(host.address + i * PAGE, PAGE) for i in range(2))
     bad = {
         "freed": (base, one.alias, PAGE),
