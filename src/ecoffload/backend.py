@@ -279,11 +279,15 @@ class DeviceOps(ABC):
     def synchronize(self, target: Any = None) -> None:
         """Block the host for an event, a stream, or (None) the whole device."""
 
-    def order(self, before: Any, after: Any) -> None:
-        """Later work on the stream ``after`` waits for what is on ``before`` by now."""
+    def order(self, before: Any, after: Any) -> bool:
+        """Later work on the stream ``after`` waits for what is on ``before``, the calling thread's current stream, by
+        now. False, with nothing done, if ``before`` is being captured into a graph."""
+        if self.is_capturing(before):
+            return False
         event = self.event()
         self.record(event, before)
         self.wait(after, event)
+        return True
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether ``stream``, the calling thread's current one, is being captured into a graph: then nothing must be

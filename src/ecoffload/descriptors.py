@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,17 +118,17 @@ class Batch:
     @property
     def src(self) -> int:
         """Address of the uint64 array of sources."""
-        return self._live().addresses[0]
+        return (self._lease or self._live()).addresses[0]
 
     @property
     def dst(self) -> int:
         """Address of the uint64 array of destinations."""
-        return self._live().addresses[1]
+        return (self._lease or self._live()).addresses[1]
 
     @property
     def size(self) -> int:
         """Address of the uint64 array of sizes in bytes."""
-        return self._live().addresses[2]
+        return (self._lease or self._live()).addresses[2]
 
     def append(self, src: int, dst: int, size: int) -> None:
         """Add one descriptor: addresses in [0, 2**64), size in bytes; zero sizes are left out."""
@@ -367,6 +368,9 @@ class _Lease:
         self.views = tuple(memoryview(a.view(np.uint8).data).cast("Q") for a in self.arrays)
 
 
+_capacity = attrgetter("capacity")
+
+
 class DescriptorPool:
     """Lends descriptor arrays and takes them back. Thread-safe; keeps at most ``keep`` idle sets of arrays."""
 
@@ -408,8 +412,7 @@ class DescriptorPool:
         with self._lock:
             self.leased -= 1
             if len(self._idle) < self._keep:
-                self._idle.append(lease)
-                self._idle.sort(key=lambda item: item.capacity)
+                insort(self._idle, lease, key=_capacity)
 
 
 # Arrays given up before their copy had ended. Of the process, not of a pool: a copy may outlive its pool as well.

@@ -22,7 +22,7 @@ from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
 
-from ecoffload.backend import D2H, H2D, Completed, Completion, Registration, SwapBackend
+from ecoffload.backend import D2H, H2D, Completed, Completion, Direction, Registration, SwapBackend
 from ecoffload.descriptors import Batch, DescriptorPool
 from ecoffload.dtypes import dtype_name, dtype_of, nbytes_of
 from ecoffload.errors import (
@@ -328,11 +328,6 @@ class OffloadWorker:
         for op in self._expected.values():
             slot.fail_save(op.number)
         self._expected = {}
-        if given and not self._host_ordered and self._ops.is_capturing(self._ops.current_stream()):
-            _log.warning("%d saves were dropped: %s", len(given), _CAPTURING)
-            for op, _ in given:
-                slot.fail_save(op.number)
-            given = []
         if not given:
             if not self._saves and self._saver:
                 slot.finish_save(self._last_save)
@@ -342,16 +337,26 @@ class OffloadWorker:
         sent: list[SaveOp] = []
         tensors: list[torch.Tensor] = []
         completion: Completion = Completed()
+        ops = self._ops
         batch = self._pool.lease(2 * len(given))
         try:
             for op, tensor in given:
-                problem = self._unlike(op, tensor) or self._add_save(batch, op, tensor, tensors)
-                if problem is None:
-                    sent.append(op)
-                else:
-                    _log.warning("the save of key %r was dropped: %s", op.key, problem)
+                filled = batch.count
+                try:
+                    source = self._source(op, tensor)
+                    self._descriptors(batch, op, ops.address_of(source), to_host=True)
+                except DeviceLost:
+                    raise
+                except Exception as exc:  # no memory for a clone, say: that is no reason to drop the other saves
+                    batch.count = filled
+                    _log.warning("the save of key %r was dropped: %s", op.key, exc)
                     slot.fail_save(op.number)
-            completion = self._submit(batch, D2H)
+                else:
+                    sent.append(op)
+                    tensors.append(source)
+            if not self._host_ordered and not ops.order(ops.current_stream(), self._save_stream):
+                raise SwapFailed(_CAPTURING)
+            completion = self._submit(batch, D2H, self._save_stream)
         except BaseException as exc:
             # Whatever it was: every number must be settled, or the scheduler waits for these saves for ever.
             batch.release()
@@ -369,36 +374,24 @@ class OffloadWorker:
             if self._host_ordered or not sent:
                 self._settle()
 
-    def _add_save(self, batch: Batch, op: SaveOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> str | None:
-        filled = batch.count
-        try:
-            source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
-            if not source.is_contiguous() or source.is_conj() or source.is_neg():  # the last two are not in its bytes
-                source = self._ops.clone(source)
-            self._descriptors(batch, op, self._ops.address_of(source), to_host=True)
-        except DeviceLost:
-            raise
-        except Exception as exc:  # no memory for the clone, say: that is no reason to drop the other saves
-            batch.count = filled
-            return str(exc)
-        tensors.append(source)
-        return None
+    def _source(self, op: SaveOp, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy, whose bytes are the entry. Raises :class:`ConfigError` for one not as planned."""
+        if dtype_name(tensor.dtype) != op.dtype or tensor.shape != op.shape:
+            raise ConfigError(
+                f"planned as {op.dtype} {op.shape}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}", value=op.key
+            )
+        ops = self._ops
+        if not ops.owns(tensor):
+            raise ConfigError(f"the tensor lies on {tensor.device}, the worker serves {ops.device}", value=op.key)
+        source = tensor.detach() if tensor.requires_grad else tensor  # holding it must not hold its graph
+        if source.is_contiguous() and not source.is_conj() and not source.is_neg():  # the last two are not in its bytes
+            return source
+        if not self._host_ordered and ops.is_capturing(ops.current_stream()):
+            raise SwapFailed(_CAPTURING)  # before the clone: that would become part of the graph
+        return ops.clone(source)
 
-    def _unlike(self, op: SaveOp, tensor: torch.Tensor) -> str | None:
-        if dtype_name(tensor.dtype) != op.dtype or tuple(tensor.shape) != op.shape:
-            return f"planned as {op.dtype} {op.shape}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
-        if not self._ops.owns(tensor):
-            return f"the tensor lies on {tensor.device}, the worker serves {self._ops.device}"
-        return None
-
-    def _submit(self, batch: Batch, direction: Literal["d2h", "h2d"]) -> Completion:
+    def _submit(self, batch: Batch, direction: Direction, stream: Any) -> Completion:
         self.submits += 1
-        if direction == D2H:
-            stream = self._save_stream
-            if not self._host_ordered:
-                self._ops.order(self._ops.current_stream(), stream)
-        else:
-            stream = self._load_stream
         # Both sides of every descriptor were checked or computed here: extents in _descriptors, tensors by torch.
         return submit_batch(self.backend, batch, direction, stream, checked=True)
 
@@ -417,11 +410,12 @@ class OffloadWorker:
         if last <= self._last_load:
             self.plans_ignored += 1  # carried out before: its pins may be gone
             return {}
-        if not self._host_ordered and self._ops.is_capturing(self._ops.current_stream()):
+        current = self._ops.current_stream()
+        if not self._host_ordered and self._ops.is_capturing(current):
             raise SwapFailed(f"{len(plan.loads)} loads were refused: {_CAPTURING}", keys=[op.key for op in plan.loads])
         self._last_load = last
         try:
-            result, flight = self._start_loads(plan)
+            result, flight = self._start_loads(plan, current)
         except BaseException as exc:
             # Whatever it was: every number must be settled, or the scheduler keeps these entries pinned for ever.
             if isinstance(exc, SwapFailed):
@@ -437,7 +431,7 @@ class OffloadWorker:
                 self._raise_failure()
         return result
 
-    def _start_loads(self, plan: Plan) -> tuple[dict[bytes, torch.Tensor], _Flight]:
+    def _start_loads(self, plan: Plan, current: Any) -> tuple[dict[bytes, torch.Tensor], _Flight]:
         ops, slot = self._ops, self._slot
         good: list[LoadOp] = []
         specs: list[tuple[tuple[int, ...], torch.dtype, int]] = []
@@ -476,10 +470,9 @@ class OffloadWorker:
         except BaseException:
             batch.release()
             raise
-        current = ops.current_stream()
         completion: Completion
         try:
-            completion = self._submit(batch, H2D)
+            completion = self._submit(batch, H2D, self._load_stream)
             completion.block(current)
         except SwapFailed as exc:
             if isinstance(exc, DeviceLost):
@@ -517,7 +510,7 @@ class OffloadWorker:
             batch = self._pool.lease(len(op.extents))
             self._descriptors(batch, op, self._ops.address_of(result[op.key]), to_host=False)
             try:
-                self._submit(batch, H2D).wait()
+                self._submit(batch, H2D, self._load_stream).wait()
             except SwapFailed as exc:
                 if isinstance(exc, DeviceLost):
                     raise
