@@ -13,7 +13,7 @@ earlier: that one is likely to be evicted first, and then the two become one (a 
 Free extents live in one list of integers, length above offset, kept sorted: bisection finds the best fit, the end of
 the list the largest. A plain list beats a tree of lists here: a churned region has hundreds of free extents at 16 GiB
 and some thousands at 1 TiB, and moving that many words in C is faster than one Python call more. For the same reason
-`allocate` and `free`, which a scheduler waits for, spell out what `_add`, `_remove` and `_use` do for the others.
+`allocate` and `free`, which a scheduler waits for, spell out what `_add` and `_remove` do for the others.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class ExtentAllocator:
                     expected=granule,
                     actual=edge,
                 )
-        self._used: dict[int, int] = {}  # offset -> length of every extent handed out
-        self._serial_from: dict[int, int] = {}  # offset of every extent handed out -> number of its allocation
+        self._serial = 0  # extents allocated so far
+        self._reserved = 0  # extents reserved so far, negative: older than any other, and of no order among themselves
+        self._serial_from: dict[int, int] = {}  # offset of every extent that is handed out -> its number
         self._serial_to: dict[int, int] = {}  # the same by its end
-        self._serial = 0  # allocations so far
         self._length_at: dict[int, int] = {}  # offset -> length of every free extent
         self._start_of: dict[int, int] = {}  # end -> offset of every free extent
         # A free extent as a number: its length in units of `1 << zeros` bytes, above its offset. Lengths end in as many
@@ -140,7 +140,6 @@ class ExtentAllocator:
         wanted = need << up
         if need > self._free or (by_length[-1] < wanted and need > self._reach(_most_extents(need))):
             return None
-        self._serial = serial = self._serial + 1
         self._free -= need
         length_at, start_of = self._length_at, self._start_of
         serial_from, serial_to = self._serial_from, self._serial_to
@@ -164,7 +163,7 @@ class ExtentAllocator:
                 insort(by_length, left << up | start)
             else:
                 del start_of[end]
-            self._used[offset] = took
+            self._serial = serial = self._serial + 1
             serial_from[offset] = serial_to[end] = serial
             extents += (_extent((offset, took)),)
             need -= took
@@ -178,26 +177,25 @@ class ExtentAllocator:
         An extent that is not in use, overlaps one in use, has another length, or comes twice in one call: RegionError
         naming it, and nothing has changed.
         """
-        used = self._used
-        given: list[Extent] = []
+        serial_from, serial_to = self._serial_from, self._serial_to
+        given: list[tuple[int, int, int]] = []
         for extent in extents:
             offset, length = extent
-            if used.get(offset) != length:
-                used.update(given)
+            end = offset + length
+            serial = serial_from.get(offset)
+            if serial is None or serial_to.get(end) != serial:
+                for offset, end, serial in given:
+                    serial_from[offset] = serial_to[end] = serial
                 raise RegionError(
                     f"cannot free {extent}: no extent like it is in use (freed twice, or never allocated)",
-                    expected=used.get(offset),
-                    actual=length,
+                    actual=tuple(extent),
                 )
-            del used[offset]
-            given.append(extent)
-        by_length, length_at, start_of = self._by_length, self._length_at, self._start_of
-        serial_from, serial_to = self._serial_from, self._serial_to
-        up, edges = self._up, self._edges
-        for offset, length in given:
-            end = offset + length
             del serial_from[offset], serial_to[end]
-            self._free += length
+            given.append((offset, end, serial))
+        by_length, length_at, start_of = self._by_length, self._length_at, self._start_of
+        up, edges = self._up, self._edges
+        for offset, end, _ in given:
+            self._free += end - offset
             # One extent with its free neighbours on this side of the edges.
             after = length_at.get(end)
             if after is not None and end not in edges:
@@ -246,14 +244,19 @@ class ExtentAllocator:
             for offset, length in taken:
                 if offset > start:
                     self._add(start, offset - start)
-                self._use(offset, length)
+                self._reserved -= 1
+                self._serial_from[offset] = self._serial_to[offset + length] = self._reserved
+                self._free -= length
                 start = offset + length
             if end > start:
                 self._add(start, end - start)
 
     def check(self) -> None:
         """Raise RegionError unless every granule is free or used exactly once and all records agree."""
-        everything = sorted([*self._used.items(), *self._length_at.items()])
+        ends = {serial: end for end, serial in self._serial_to.items()}
+        self._expect("serial numbers", sorted(ends), sorted(self._serial_from.values()))
+        used = {offset: ends[serial] - offset for offset, serial in self._serial_from.items()}
+        everything = sorted([*used.items(), *self._length_at.items()])
         filled = 0
         for offset, length in everything:
             if offset != filled or length <= 0 or length % self._granule:
@@ -267,8 +270,6 @@ class ExtentAllocator:
                 raise RegionError(f"the extent at {offset} of length {length} crosses an edge", actual=(offset, length))
         self._expect("end of the last extent", self._capacity, filled)
         self._expect("free bytes", sum(self._length_at.values()), self._free)
-        ends = {at + n for at, n in self._used.items()}
-        self._expect("serial numbers", (set(self._used), ends), (set(self._serial_from), set(self._serial_to)))
         self._expect("free ends", {at + n: at for at, n in self._length_at.items()}, self._start_of)
         self._expect("free lengths", sorted(n << self._up | at for at, n in self._length_at.items()), self._by_length)
         unmerged = {at for at in self._length_at if at in self._start_of and at not in self._edges}
@@ -282,11 +283,6 @@ class ExtentAllocator:
     def _reach(self, count: int) -> int:
         """Bytes in the `count` largest free extents."""
         return sum(self._by_length[-count:]) >> self._bits << self._zeros
-
-    def _use(self, offset: int, length: int) -> None:
-        self._used[offset] = length
-        self._serial_from[offset] = self._serial_to[offset + length] = self._serial
-        self._free -= length
 
     def _add(self, offset: int, length: int) -> None:
         self._length_at[offset] = length

@@ -187,6 +187,16 @@ def test_one_bad_extent_frees_none(bad: Extent) -> None:
     allocator.check()
 
 
+def test_two_extents_of_one_entry_are_not_freed_as_one() -> None:
+    allocator = with_holes((0, 10), (20, 10), capacity=30)
+    extents = allocator.allocate(20)
+    assert extents == (Extent(0, 10), Extent(20, 10))
+    with pytest.raises(RegionError, match="cannot free"):
+        allocator.free([Extent(0, 30)])
+    allocator.free(extents)
+    assert allocator.free_bytes == 20
+
+
 def test_a_double_free_raises_and_changes_nothing() -> None:
     allocator = ExtentAllocator(100, 10)
     extents = allocator.allocate(30)
@@ -258,8 +268,18 @@ def test_check_finds_a_granule_that_was_lost() -> None:
     allocator = ExtentAllocator(100, 10)
     extents = allocator.allocate(30)
     assert extents is not None
-    del allocator._used[extents[0].offset]
+    offset, length = extents[0]
+    del allocator._serial_from[offset], allocator._serial_to[offset + length]
     with pytest.raises(RegionError, match="tile"):
+        allocator.check()
+
+
+def test_check_finds_an_extent_whose_two_ends_disagree() -> None:
+    allocator = ExtentAllocator(100, 10)
+    extents = allocator.allocate(30)
+    assert extents is not None
+    allocator._serial_to[extents[0].length] += 1
+    with pytest.raises(RegionError, match="serial numbers"):
         allocator.check()
 
 
