@@ -178,33 +178,31 @@ class ExtentAllocator:
         naming it, and nothing has changed.
         """
         serial_from, serial_to = self._serial_from, self._serial_to
-        given: list[tuple[int, int, int]] = []
+        by_length, length_at, start_of = self._by_length, self._length_at, self._start_of
+        up, edges = self._up, self._edges
+        freed: list[Extent] = []
         for extent in extents:
             offset, length = extent
             end = offset + length
             serial = serial_from.get(offset)
             if serial is None or serial_to.get(end) != serial:
-                for offset, end, serial in given:
-                    serial_from[offset] = serial_to[end] = serial
+                self.reserve(freed)  # taken back
                 raise RegionError(
                     f"cannot free {extent}: no extent like it is in use (freed twice, or never allocated)",
                     actual=tuple(extent),
                 )
+            freed.append(extent)
             del serial_from[offset], serial_to[end]
-            given.append((offset, end, serial))
-        by_length, length_at, start_of = self._by_length, self._length_at, self._start_of
-        up, edges = self._up, self._edges
-        for offset, end, _ in given:
-            self._free += end - offset
+            self._free += length
             # One extent with its free neighbours on this side of the edges.
-            after = length_at.get(end)
-            if after is not None and end not in edges:
-                del length_at[end], by_length[bisect_left(by_length, after << up | end)]
-                end += after
-            before = start_of.get(offset)
-            if before is not None and offset not in edges:
-                del start_of[offset], by_length[bisect_left(by_length, (offset - before) << up | before)]
-                offset = before
+            if end in length_at and end not in edges:
+                length = length_at.pop(end)
+                del by_length[bisect_left(by_length, length << up | end)]
+                end += length
+            if offset in start_of and offset not in edges:
+                start = start_of.pop(offset)
+                del by_length[bisect_left(by_length, (offset - start) << up | start)]
+                offset = start
             length = end - offset
             length_at[offset] = length
             start_of[end] = offset
