@@ -1,7 +1,8 @@
 """An :class:`EncoderCache`'s counters for Prometheus; needs the extra ``ecoffload[metrics]``.
 
 Nothing is counted here: a scrape reads ``cache.stats()``, so a cache that nobody scrapes pays nothing. The names are
-those of the fields of :class:`CacheStats`; docs/metrics.md lists them, and a test holds the two together.
+those of the fields of :class:`CacheStats`, and for a tier those of ``TIER_METRICS``, which the vLLM connector shows as
+well; docs/metrics.md lists them, and a test holds the two together.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ecoffload.errors import BackendUnavailable, CacheClosed
+from ecoffload.tiers.link import FETCH_RESULTS, PUBLISH_RESULTS
 
 try:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
     from prometheus_client.registry import REGISTRY, Collector
 except ModuleNotFoundError as exc:
     raise BackendUnavailable(
@@ -27,16 +29,18 @@ except ModuleNotFoundError as exc:
 if TYPE_CHECKING:
     from ecoffload.cache import EncoderCache
 
-__all__ = ["METRICS", "CacheCollector", "Described", "watch"]
+__all__ = ["METRICS", "TIER_METRICS", "CacheCollector", "Described", "tier_numbers", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One metric: its name without "ecoffload_" (and, for a counter, "_total") is a field of :class:`CacheStats`."""
+    """One metric: its name without "ecoffload_" (and, for a counter, "_total") is a field of :class:`CacheStats`, or
+    a name that :func:`tier_numbers` gives, with one number for each value of ``label`` if there is one."""
 
     field: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "summary"]
     help: str
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -67,6 +71,32 @@ METRICS = (
     Described("encodes", "counter", "Encoders run by get_or_encode."),
     Described("recovered", "gauge", "Entries of an earlier process that were verified and can be loaded."),
 )
+TIER_METRICS = (
+    Described("tier_on", "gauge", "1 while the tier is used, 0 after it was left out."),
+    Described("tier_breaker_open", "gauge", "1 while the store is not asked, but for probes.", "direction"),
+    Described("tier_breaker_opened", "counter", "Times that the store was given up for a while.", "direction"),
+    Described("tier_fetches", "counter", "Entries asked of the store, by what became of it.", "result"),
+    Described("tier_publications", "counter", "Entries saved here, by what became of their publication.", "result"),
+    Described("tier_bytes_fetched", "counter", "Bytes of entries that came from the store."),
+    Described("tier_bytes_published", "counter", "Bytes of entries sent to the store."),
+    Described("tier_fetching", "gauge", "Entries on their way from the store."),
+    Described("tier_publish_queue", "gauge", "Entries on their way to the store."),
+    Described("tier_aside_bytes", "gauge", "Bytes kept aside because a fetch without an answer may still write there."),
+)
+TIER_SECONDS = Described("tier_fetch_seconds", "summary", "From asking for an entry to its being ready, where it came.")
+
+
+def tier_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What :meth:`TierLink.stats` says, by the names of ``TIER_METRICS``: a number each, or one for each label."""
+    same = ("bytes_fetched", "bytes_published", "fetching", "publish_queue", "aside_bytes")
+    return {
+        "tier_on": int(not stats["off"]),
+        "tier_breaker_open": {name: int(state != "closed") for name, state in stats["breakers"].items()},
+        "tier_breaker_opened": dict(stats["breakers_opened"]),
+        "tier_fetches": {name: stats[name] for name in FETCH_RESULTS},
+        "tier_publications": {name: stats[name] for name in PUBLISH_RESULTS},
+        **{f"tier_{name}": stats[name] for name in same},
+    }
 
 
 class CacheCollector(Collector):
@@ -87,12 +117,29 @@ class CacheCollector(Collector):
             stats = None
         if stats is None:
             return
-        names, values = list(self._labels), list(self._labels.values())
         for each in METRICS:
-            family = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
-            metric = family(f"ecoffload_{each.field}", each.help, labels=names)
-            metric.add_metric(values, getattr(stats, each.field))
-            yield metric
+            yield self._metric(each, getattr(stats, each.field))
+        if stats.tier:
+            numbers = tier_numbers(stats.tier)
+            for each in TIER_METRICS:
+                yield self._metric(each, numbers[each.field])
+            seconds, labels = stats.tier["fetch_seconds"], self._labels
+            summary = SummaryMetricFamily(f"ecoffload_{TIER_SECONDS.field}", TIER_SECONDS.help, labels=list(labels))
+            summary.add_metric(list(labels.values()), seconds["count"], seconds["sum"])
+            yield summary
+
+    def _metric(self, each: Described, number: Any) -> Metric:
+        names, values = list(self._labels), list(self._labels.values())
+        family = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
+        name = f"ecoffload_{each.field}"
+        if not each.label:
+            metric = family(name, each.help, labels=names)
+            metric.add_metric(values, number)
+            return metric
+        metric = family(name, each.help, labels=[*names, each.label])
+        for label, value in number.items():
+            metric.add_metric([*values, label], value)
+        return metric
 
     def describe(self) -> list[Metric]:
         """None: registering must not read the cache, and two caches may give the same names with other labels."""

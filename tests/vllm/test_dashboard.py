@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ecoffload.integrations.vllm.metrics import COUNTERS
+from ecoffload.integrations.vllm.metrics import COUNTERS, DURATIONS
+from ecoffload.metrics import TIER_METRICS
 
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana"
 _NAME = re.compile(r"vllm:ec_offload_(\w+)")
 KNOWN = {
-    *(f"{name}_total" for name in (*COUNTERS, "failures")),
-    *(f"{kind}_seconds_bucket" for kind in ("save", "load")),
+    *(f"{name}_total" for name in (*COUNTERS, "hits", "failures")),
+    *(f"{kind}_seconds_bucket" for kind in DURATIONS),
+    *(each.name.removeprefix("ecoffload_") for each in TIER_METRICS),
     *("region_bytes", "entries", "recovered_entries", "on", "info"),
 }
 
@@ -46,4 +48,6 @@ def test_every_alert_has_an_expression_and_a_summary() -> None:
 
 def test_every_counter_is_in_the_documentation() -> None:
     page = (GRAFANA.parent / "vllm.md").read_text()
-    assert [name for name in COUNTERS if f"_{name}_total" not in page] == []
+    names = [f"_{name}_total" for name in COUNTERS] + [f"_{kind}_seconds" for kind in DURATIONS]
+    names += [each.name.removeprefix("ecoffload") for each in TIER_METRICS]
+    assert [name for name in names if name not in page] == []

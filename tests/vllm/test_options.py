@@ -249,8 +249,15 @@ def test_prometheus_metrics_are_made_and_fed_from_plain_data(config: Make) -> No
     prometheus.observe(
         {
             "hits": 3,
+            "hits_from_store": 1,
             "failures": {"too_large": 2},
-            "seconds": {"load": [0.002, 0.2]},
+            "seconds": {"load": [0.002, 0.2], "deferral": [0.1]},
+            "tier": {
+                "tier_on": 1,
+                "tier_breaker_open": {"fetch": 1, "publish": 0},
+                "tier_fetches": {"hits": 1, "late": 2},
+                "tier_bytes_fetched": 4096,
+            },
             "gauges": {
                 "entries": 1,
                 "capacity_bytes": 10,
@@ -264,7 +271,13 @@ def test_prometheus_metrics_are_made_and_fed_from_plain_data(config: Make) -> No
     )
     labels = {"model_name": "tiny", "engine": "0"}
     value = REGISTRY.get_sample_value
-    assert value("vllm:ec_offload_hits_total", labels) == 3
+    assert value("vllm:ec_offload_hits_total", {**labels, "tier": "region"}) == 2
+    assert value("vllm:ec_offload_hits_total", {**labels, "tier": "store"}) == 1
+    assert value("vllm:ec_offload_deferral_seconds_count", labels) == 1
+    assert value("vllm:ec_offload_tier_on", labels) == 1
+    assert value("vllm:ec_offload_tier_breaker_open", {**labels, "direction": "fetch"}) == 1
+    assert value("vllm:ec_offload_tier_fetches_total", {**labels, "result": "late"}) == 2
+    assert value("vllm:ec_offload_tier_bytes_fetched_total", labels) == 4096
     assert value("vllm:ec_offload_failures_total", {**labels, "reason": "too_large"}) == 2
     assert value("vllm:ec_offload_load_seconds_count", labels) == 2
     assert value("vllm:ec_offload_region_bytes", {**labels, "kind": "used"}) == 5
@@ -276,13 +289,16 @@ def test_statistics_of_two_intervals_add_up() -> None:
     from ecoffload.integrations.vllm.metrics import Statistics
 
     first = Statistics({"hits": 1, "failures": {"save": 1}, "seconds": {"load": [1.0]}, "gauges": {"used_bytes": 1}})
+    first.data["tier"] = {"tier_bytes_fetched": 2, "tier_fetches": {"hits": 1}, "tier_publish_queue": 5}
     second = Statistics({"hits": 2, "misses": 1, "failures": {"save": 1, "off": 1}, "seconds": {"load": [2.0]}})
+    second.data["tier"] = {"tier_bytes_fetched": 3, "tier_fetches": {"hits": 1, "late": 1}, "tier_publish_queue": 4}
     total = first.aggregate(second)
     assert total.data == {
         "hits": 3,
         "misses": 1,
         "failures": {"save": 2, "off": 1},
         "seconds": {"load": [1.0, 2.0]},
+        "tier": {"tier_bytes_fetched": 5, "tier_fetches": {"hits": 2, "late": 1}, "tier_publish_queue": 4},
         "gauges": {"used_bytes": 1},
     }
     assert total.reduce()["hit_rate"] == 0.75

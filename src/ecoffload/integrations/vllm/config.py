@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ecoffload.errors import ConfigError
 from ecoffload.sizes import format_size, parse_size
+from ecoffload.tiers.opening import open_tier
 
 __all__ = ["GRANULE", "Options", "announce", "check_version", "effective_configuration", "log", "read_options"]
 
@@ -44,6 +45,9 @@ class Options(BaseModel):
       region at the end.
     * `weight_epoch`: part of the namespace; change it when weights change in a way that no file tells.
       `weight_epoch_file`: touch this file when weights were updated in place: everything is forgotten.
+    * `tier`: URL of a store that other machines share, such as "mooncake://host:port?wait=0.25": what is encoded here
+      is published there, and what the region lacks is fetched. A request waits `wait` seconds at most for what is on
+      its way. Needs a network on which everybody is trusted.
     * `encode_us_per_token`: what encoding costs here; statistics then tell the time saved.
     * `timeout`: seconds to wait for another process that creates the region. `stall_after`: seconds without progress
       after which transfers are given up and the cache is turned off.
@@ -65,6 +69,7 @@ class Options(BaseModel):
     scrub_on_close: bool = False
     weight_epoch: int | str = ""
     weight_epoch_file: str | None = None
+    tier: str | None = None
     encode_us_per_token: float | None = Field(default=None, gt=0)
     timeout: float = Field(default=60.0, gt=0)
     stall_after: float = Field(default=60.0, gt=0)
@@ -108,6 +113,8 @@ def read_options(extra: dict[str, Any]) -> Options:
             option="scrub_on_close",
             value=True,
         )
+    if options.tier is not None:
+        open_tier(options.tier, namespace=_WHERE)  # reaches for nothing: only whether it could be
     return options
 
 

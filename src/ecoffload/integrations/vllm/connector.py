@@ -75,11 +75,11 @@ class EcoffloadConnector(ECConnectorBase):  # type: ignore[misc]
 
     # -- scheduler's half --------------------------------------------------------------------------------------------
 
+    @_decides
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Never defers a request; takes note of the one whose inputs are asked for next."""
-        if self._decider is not None:
-            self._decider.look_at(request)
-        return True
+        """Whether the request, whose inputs are asked for next, may be scheduled now. Only with a tier it may have to
+        wait, for what is on its way from there; see `admission`."""
+        return self._decider is None or self._decider.admit(request, num_computed_tokens)
 
     @_decides
     def has_cache_item(self, identifier: str) -> bool:
@@ -97,7 +97,7 @@ class EcoffloadConnector(ECConnectorBase):  # type: ignore[misc]
         """The step's plan."""
         if self._decider is None:
             return StepPlan()
-        plan = self._decider.plan()
+        plan = self._decider.plan(getattr(scheduler_output, "free_encoder_mm_hashes", ()))
         if not HAVE_HOOKS:
             self._log_statistics()
         return plan
@@ -114,8 +114,11 @@ class EcoffloadConnector(ECConnectorBase):  # type: ignore[misc]
         """Whether the engine has to go on stepping: transfers are in flight."""
         return self._decider is not None and self._decider.pending()
 
+    @_decides
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Never delays anything: entries are pinned for loads, not for requests."""
+        if self._decider is not None:
+            self._decider.finished(request.request_id)
         return False, None
 
     @_decides

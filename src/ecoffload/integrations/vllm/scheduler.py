@@ -10,17 +10,21 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from ecoffload.dtypes import dtype_of
 from ecoffload.errors import ConfigError
 from ecoffload.index import Entry
+from ecoffload.integrations.vllm.admission import Admission, all_computed
 from ecoffload.integrations.vllm.config import announce, log
 from ecoffload.integrations.vllm.messages import Report, StepPlan
+from ecoffload.integrations.vllm.metrics import tier_news
 from ecoffload.integrations.vllm.namespace import is_content_hash, key_of
 from ecoffload.integrations.vllm.setup import Setup, open_region
 from ecoffload.plan import LoadOp
 from ecoffload.scheduler import OffloadScheduler
+from ecoffload.tiers.opening import open_tier
 
 __all__ = ["SchedulerHalf"]
 
@@ -43,14 +47,25 @@ class SchedulerHalf:
         self.off = ""
         """Why nothing is promised or saved any more; "" while all is well."""
         self._widths = config.ec_transfer_config
+        options = setup.options
+        self._link = link = open_tier(setup.tier, namespace=setup.namespace) if setup.tier else None
         self.region = open_region(setup, worker=False)
         try:
             self.engine = OffloadScheduler(
-                self.region, world=setup.world, policy=setup.options.policy, checksum=setup.options.checksum
+                self.region, world=setup.world, policy=options.policy, checksum=options.checksum, tier=link
             )
         except BaseException:
             self.region.close()
             raise
+        self._admission: Admission | None = None
+        if link is not None:
+            if setup.consumer and link.options.fetch:
+                self._admission = Admission(self.engine, link, self._lasting)
+            log.warning(
+                "ecoffload: whoever reaches the store behind %s can read and write encoder outputs; keep it on a "
+                "network of its own, on which everybody is trusted",
+                setup.tier,
+            )
         self._request: Any = None  # the one that vLLM looks at now
         self._fresh = False  # whether this step's first question was asked
         self._promised: dict[str, LoadOp] = {}
@@ -67,8 +82,10 @@ class SchedulerHalf:
         self._durable = True
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._seconds: dict[str, list[float]] = {"save": [], "load": []}
+        self._seconds: dict[str, list[float]] = {"save": [], "load": [], "tier_fetch": [], "deferral": []}
         self._told: dict[str, int] = {}
+        self._tier_told: dict[str, Any] = {}
+        self._tier_due = 0.0
         self._changed = True  # whether anything may have been counted since the last statistics
         self._gauges_at = 0.0
         self._worker_info: dict[str, Any] = {}
@@ -85,14 +102,37 @@ class SchedulerHalf:
             "start": self.region.start,
             "why": self.region.start_reason,
             "off": self.off,
+            "tier_off": "" if self._link is None else self._link.off,
             **{f"worker_{name}": value for name, value in self._worker_info.items()},
         }
 
     # -- within a step -----------------------------------------------------------------------------------------------
 
-    def look_at(self, request: Any) -> None:
-        """vLLM is about to ask for this request's inputs."""
+    def admit(self, request: Any, computed: int) -> bool:
+        """vLLM is about to ask for this request's inputs, unless it has to wait for what the tier is sending."""
         self._request = request
+        admission, link = self._admission, self._link
+        if admission is None or link is None or self.off or all_computed(request, computed):
+            return True
+        if not self._fresh:
+            self._open_step()
+        try:
+            admitted = admission.admit(request, computed)
+        except Exception as error:
+            link.turn_off(f"{type(error).__name__}: {error}")
+            self._admission = None
+            return True
+        self._changed |= not admitted
+        return admitted
+
+    def finished(self, request_id: str) -> None:
+        """A request has ended: done, aborted or failed."""
+        if self._admission is not None:
+            self._admission.finished(request_id)
+
+    def _lasting(self, identifier: str) -> bool:
+        """Whether an entry may outlive this process, here or in the tier: not under a key that a client chose."""
+        return self._durable and (self.setup.options.trust_uuids or is_content_hash(identifier))
 
     def has(self, identifier: str) -> bool:
         """Promise a load in this step; True only with the entry pinned, verified and of the request's size."""
@@ -100,13 +140,19 @@ class SchedulerHalf:
             return identifier in self._promised
         if not self._fresh:
             self._open_step()
-        rows = self._rows(identifier)
+        feature = self._feature(identifier)
+        rows = None if feature is None else int(feature.mm_position.get_num_embeds())
         promised = self._promised.get(identifier)
         if promised is not None:
             return rows is None or promised.shape[0] == rows
         key = key_of(identifier)
         entry = self.engine.index.lookup(key)
-        if entry is None or entry.write != "ended" or not self._fits(entry, rows) or not self._everybody_is_here():
+        if (
+            entry is None
+            or entry.write != "ended"
+            or not self._fits(entry, rows, feature)
+            or not self._everybody_is_here()
+        ):
             return False
         op = self.engine.plan_load(key)
         if op is None:
@@ -121,20 +167,26 @@ class SchedulerHalf:
         if self._epoch_file is not None:
             self._check_epoch()
 
-    def _rows(self, identifier: str) -> int | None:
-        """Rows that the request at hand wants of an input; None if it is not among its inputs."""
+    def _feature(self, identifier: str) -> Any:
+        """The input of the request at hand; None if it is not among its inputs."""
         for feature in getattr(self._request, "mm_features", None) or ():
             if feature.identifier == identifier:
-                return int(feature.mm_position.get_num_embeds())
+                return feature
         return None
 
-    def _fits(self, entry: Entry, rows: int | None) -> bool:
+    def _fits(self, entry: Entry, rows: int | None, feature: Any) -> bool:
         shape = entry.shape
         if len(shape) == 2 and (rows is None or shape[0] == rows):
-            return True
+            if not entry.fetched or feature is None:
+                return True
+            dtype, width = self._known_output(feature.modality)
+            if dtype in ("", entry.dtype) and width in (0, shape[1]):
+                return True
         # A client's own uuid for another input, most likely. vLLM would fail on the shape.
         self._changed = True
         self._failures["mismatch"] += 1
+        if entry.fetched:
+            self.engine.invalidate(entry.key)  # nor fetched again: what is encoded here takes its place
         return False
 
     def _everybody_is_here(self) -> bool:
@@ -148,12 +200,17 @@ class SchedulerHalf:
         self._changed = True
         feature = request.mm_features[index]
         identifier = feature.identifier
+        if self._admission is not None:
+            self._admission.allocated(identifier)
         op = self._promised.get(identifier)
         if op is not None:
             if identifier not in self._confirmed:
                 self._confirmed[identifier] = op
                 self._names[op.key] = identifier
                 self._counts["hits"] += 1
+                entry = self.engine.index.lookup(op.key)
+                if entry is not None and entry.fetched:
+                    self._counts["hits_from_store"] += 1
                 self._counts["encode_tokens_saved"] += op.shape[0]
             return
         self._counts["misses"] += 1
@@ -167,21 +224,28 @@ class SchedulerHalf:
         if not nbytes:
             return
         key = key_of(identifier)
-        durable = self._durable and (self.setup.options.trust_uuids or is_content_hash(identifier))
-        if self.engine.plan_save(key, nbytes, dtype, (rows, width), durable=durable) is not None:
+        if self.engine.plan_save(key, nbytes, dtype, (rows, width), durable=self._lasting(identifier)) is not None:
             self._names[key] = identifier
             self._modalities[key] = feature.modality
 
     def _output_of(self, modality: str) -> tuple[str, int]:
-        """dtype and width of an encoder's output: seen, measured by vLLM (0.32 and newer), or the language model's."""
+        """dtype and width of an encoder's output: as far as they are known, or the language model's."""
+        dtype, width = self._known_output(modality)
+        return dtype or self.setup.dtype, width or self.setup.width
+
+    def _known_output(self, modality: str) -> tuple[str, int]:
+        """dtype and width as seen, or the width as measured by vLLM (0.32 and newer); "" and 0 where unknown."""
         learned = self._learned.get(modality)
         if learned is not None:
             return learned
         widths = getattr(self._widths, "mm_encoder_output_widths", None) or {}
-        return self.setup.dtype, int(widths.get(modality) or self.setup.width)
+        return "", int(widths.get(modality) or 0)
 
-    def plan(self) -> StepPlan:
-        """What the workers do in this step. Promises that vLLM did not follow up are taken back."""
+    def plan(self, freed: Iterable[str] = ()) -> StepPlan:
+        """What the workers do in this step. Promises that vLLM did not follow up are taken back. `freed`: inputs that
+        vLLM's encoder cache gave up in this step."""
+        if self._admission is not None:
+            self._admission.freed(freed)
         confirmed = self._confirmed
         if self.off:
             step = StepPlan(names=self._names, owed=tuple(confirmed.values()))
@@ -275,7 +339,9 @@ class SchedulerHalf:
             return 0
         self._changed = True
         if identifier is None:
-            self._durable = False
+            self._durable = False  # the tier turns itself off: it may hold what was forgotten
+            if self._admission is not None:
+                self._admission.forget()
         return self.engine.invalidate(None if identifier is None else key_of(identifier))
 
     def _read_epoch(self) -> tuple[int, int] | None:
@@ -300,10 +366,13 @@ class SchedulerHalf:
         """What happened since the last call, plain data; None if nothing did. Gauges come with it once a second."""
         if not self.off:
             self._poll()
-        if not self._changed:
+        tier = self._tier_statistics()
+        if not self._changed and not tier:
             return None
         self._changed = False
         data: dict[str, Any] = dict(self._counts)
+        if tier:
+            data["tier"] = tier
         self._counts.clear()
         failures, self._failures = self._failures, Counter()
         if not self.off:
@@ -330,6 +399,22 @@ class SchedulerHalf:
             data["gauges"] = self._gauges()
             data["info"] = self._info()
         return data or None
+
+    def _tier_statistics(self) -> dict[str, Any]:
+        """What is new of the tier: at once where something else has happened as well, else once a second."""
+        link, admission, now = self._link, self._admission, time.monotonic()
+        if link is None or not (self._changed or now >= self._tier_due):
+            return {}
+        self._tier_due = now + _GAUGES_EVERY
+        self._seconds["tier_fetch"] += link.take_durations()
+        if admission is not None:
+            self._counts.update(admission.counts)
+            self._seconds["deferral"] += admission.waits
+            admission.counts.clear()
+            admission.waits.clear()
+        before = self._tier_told
+        news, self._tier_told = tier_news(link.stats(), before)
+        return news
 
     def _gauges(self) -> dict[str, int]:
         index = self.engine.index

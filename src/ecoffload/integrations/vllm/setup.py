@@ -22,7 +22,8 @@ __all__ = ["Setup", "open_region", "say", "set_up"]
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What is in force. `world`: ranks that encode and load, tensor by prefill-context parallel; `rows`: the most
-    tokens that vLLM's own encoder cache holds; `width`: of the language model's embeddings, elements."""
+    tokens that vLLM's own encoder cache holds; `width`: of the language model's embeddings, elements; `tier`: URL of
+    the store, "" without one."""
 
     options: Options
     producer: bool
@@ -37,6 +38,8 @@ class Setup:
     itemsize: int
     width: int
     rows: int
+    tier: str
+    why_no_tier: str
     device: str
     data_parallel: tuple[int, int]
     notes: tuple[str, ...]
@@ -59,6 +62,8 @@ class Setup:
             "why_not_warm": self.cold_reason,
             "checksum": self.options.checksum or self.warm,
             "content_hashes": self.content_hashes,
+            "tier": self.tier,
+            "why_no_tier": self.why_no_tier,
             "notes": list(self.notes),
         }
 
@@ -97,6 +102,9 @@ def set_up(config: Any) -> Setup:
     cold = "not asked for" if not options.warm else missing
     if options.warm and missing:
         notes.append(f"nothing is kept for a restart: {missing}")
+    no_tier = "not asked for" if options.tier is None else missing
+    if options.tier is not None and missing:
+        notes.append(f"the tier is left out, because entries depend on what no other node can tell: {missing}")
     index = int(getattr(parallel, "data_parallel_index", 0) or 0)
     warm = options.warm and not missing
     stem = f"{options.name}-" if options.name else ""
@@ -115,6 +123,8 @@ def set_up(config: Any) -> Setup:
         itemsize=itemsize,
         width=width,
         rows=rows,
+        tier="" if no_tier else str(options.tier),
+        why_no_tier=no_tier,
         device=str(config.device_config.device_type),
         data_parallel=(index, int(parallel.data_parallel_size)),
         notes=tuple(note for note in notes if note),
