@@ -80,7 +80,7 @@ class ExtentAllocator:
         # A free extent as a number: its length in units of `1 << zeros` bytes, above its offset. Lengths end in as many
         # zero bits as the granule, and a number of fewer digits is compared sooner.
         zeros = (granule & -granule).bit_length() - 1
-        self._bits = self._capacity.bit_length() + 2  # so the offsets of four extents add up without a carry
+        self._bits = self._capacity.bit_length() + 2  # offsets of four extents add up to less than one unit of length
         self._offset = (1 << self._bits) - 1
         self._up = self._bits - zeros  # a length shifted by so much stands where it should
         self._zeros = zeros
@@ -138,7 +138,7 @@ class ExtentAllocator:
         need = nbytes + -nbytes % self._granule
         by_length, up = self._by_length, self._up
         wanted = need << up
-        if need > self._free or (by_length[-1] < wanted and need > self._reach(_most_extents(need))):
+        if not by_length or (by_length[-1] < wanted and sum(by_length[-_most_extents(need) :]) < wanted):
             return None
         self._free -= need
         length_at, start_of = self._length_at, self._start_of
