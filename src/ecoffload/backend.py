@@ -337,7 +337,7 @@ class SwapBackend(ABC):
         """Memory and streams of this device; torch's own unless the backend brought another."""
         if self._ops is None:
             if self.spec.device_type == "cpu":  # torch has neither streams nor events for it
-                from ecoffload.cpu.backend import CpuOps
+                from ecoffload.cpu_ops import CpuOps
 
                 self._ops = CpuOps()
             else:

@@ -18,7 +18,7 @@ from ecoffload_rocm.hip import Hip, version_text
 from ecoffload_rocm.plugin import SPEC
 
 from ecoffload import list_backends
-from ecoffload.cpu.backend import CpuOps
+from ecoffload.cpu_ops import CpuOps
 from ecoffload.drivers import HIP, Driver, loaded_libraries
 from ecoffload.errors import BackendUnavailable
 

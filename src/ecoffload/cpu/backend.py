@@ -15,65 +15,17 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ecoffload.backend import BackendSpec, BatchView, Completed, Completion, DeviceOps, Direction, SwapBackend
 from ecoffload.cpu.copies import ROWS_BELOW, copy_descriptors, words_at
+from ecoffload.cpu_ops import CpuOps
 from ecoffload.errors import ConfigError
-from ecoffload.host_queue import CALLER, Caller, HostEvent, HostQueue, QueuedCompletion
+from ecoffload.host_queue import Caller, QueuedCompletion
 
-__all__ = ["CpuBackend", "CpuOps"]
+__all__ = ["CpuBackend"]
 
 _SHARE_FROM = 512 << 10  # bytes that pay for the wake-up of one more thread
-
-
-class CpuOps(DeviceOps):
-    """Torch CPU tensors; streams are queues with a thread each, the current stream is the calling thread."""
-
-    host_ordered = True
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu"
-
-    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def empty_tensors(self, specs: Any, stream: Any) -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype) for shape, dtype, _ in specs]
-
-    def address_of(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr()
-
-    def stream(self) -> HostQueue:
-        return HostQueue("ecoffload-cpu")
-
-    def current_stream(self) -> Caller:
-        return CALLER
-
-    def event(self) -> HostEvent:
-        return HostEvent()
-
-    def record(self, event: HostEvent, stream: HostQueue | Caller) -> None:
-        stream.record(event)
-
-    def wait(self, stream: HostQueue | Caller, event: HostEvent) -> None:
-        stream.wait(event)
-
-    def query(self, event: HostEvent) -> bool:
-        return event.query()
-
-    def synchronize(self, target: Any = None) -> None:
-        if isinstance(target, HostEvent):
-            target.wait()
-        elif target is not None:
-            target.synchronize()
-
-    def delay(self, stream: HostQueue | Caller, ms: float) -> None:
-        stream.delay(ms)
 
 
 class CpuBackend(SwapBackend):
