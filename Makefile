@@ -73,7 +73,7 @@ dist: $(STAMP) ## wheels and sdists of the core and the three backends in dist/
 	for part in . backends/cuda backends/rocm backends/xpu; do $(BIN)/python -m build --quiet --outdir dist $$part || exit 1; done
 	ls -1 dist
 
-test-dist: dist ## from dist/ into an empty environment: install ecoffload[cuda], the demo and the conformance suite (3 minutes)
+test-dist: dist ## what users install: ecoffload[cuda] from dist/ into an empty environment; every install command of the docs (8 minutes)
 	tests/dist.sh
 
 clean: ## remove environments and caches

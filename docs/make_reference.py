@@ -29,17 +29,26 @@ def cli() -> str:
         "| 2 | bad input: an unknown option or backend, a bad value, a file that cannot be read |",
         "| 3 | what was asked for is unavailable: a device, a driver, an extra, memory |",
         "",
-        '`pip install "ecoffload[cli]"`; plots need `ecoffload[plot]`, the demo `ecoffload[demo]`.',
+        '`pip install "ecoffload[cli]"`; plots need `ecoffload[plot]`, the demo `ecoffload[demo]`. The examples read',
+        "an access trace of your own; in the source tree there are some:",
+        "",
+        *_bash("cp tests/data/traces/b_base.csv.gz trace.csv.gz"),
     ]
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
         text, _, example = (command.help or "").rpartition("Example: ")
-        parts += ["", f"## ecoffload {name}", "", *text.strip().splitlines(), "", f"    {example.strip()}", ""]
+        parts += ["", f"## ecoffload {name}", "", *text.strip().splitlines(), "", *_bash(example.strip()), ""]
         parts += ["| argument or option | default | |", "|---|---|---|"]
         for option in command.params:
             if option.name != "help":
                 parts.append(_row(option))
     return "\n".join(parts) + "\n"
+
+
+def _bash(example: str) -> list[str]:
+    """A block that the tests run, or its mark."""
+    mark = "hardware" if "--backend cuda" in example else "service" if "--watch" in example else ""
+    return [*([f"<!-- {mark} -->"] if mark else []), "```bash", example, "```"]
 
 
 def _row(option: Any) -> str:

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # What a user installs: `ecoffload[cuda]` from dist/ into an empty environment, without the repository on the path. The
-# demo runs on the CPU, the conformance suite passes, and nothing of rocm or xpu is there.
+# demo runs on the CPU, the conformance suite passes, and nothing of rocm or xpu is there. Then every command of the
+# documentation that installs what is not published yet, as written there, in a copy of the tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-dist=$PWD/dist
+root=$PWD
 env=$(mktemp -d)
 trap 'rm -rf "$env"' EXIT
 
 "${PYTHON:-python3}" -m venv "$env/venv"
-pip=("$env/venv/bin/python" -m pip install --quiet --disable-pip-version-check --find-links "$dist" -c constraints.txt)
+pip=("$env/venv/bin/python" -m pip install --quiet --disable-pip-version-check --find-links "$root/dist" -c constraints.txt)
 "${pip[@]}" "ecoffload[cuda,demo,testing]"
-cp constraints.txt "$env"
 cd "$env"
 
 "$env/venv/bin/ecoffload" demo --turns 3 --json >demo.json
@@ -26,3 +26,8 @@ assert backends["cpu"] == "ok", backends
 print(f"demo: {totals['verified']} reloads verified; backends: {backends}")
 PY
 "$env/venv/bin/python" -m pytest -q -p no:cacheprovider --pyargs ecoffload.testing.conformance --ecoffload-backend=cpu
+
+cd "$root"
+mkdir "$env/clone"
+git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --no-dereference --target-directory "$env/clone"
+"$env/venv/bin/python" tests/docs/pages.py "$env/venv" "$env/clone"

@@ -46,7 +46,8 @@ TAIL = """\
 
 ## Running the suite on your hardware
 
-```
+<!-- hardware -->
+```bash
 pip install "ecoffload[testing]" YOUR-BACKEND
 pytest --pyargs ecoffload.testing.conformance --ecoffload-backend=NAME --ecoffload-report=report.json
 ```

@@ -1,68 +1,35 @@
 """The documentation does what it says: its code runs, its links lead somewhere, its tables are complete.
 
-A block of Python or bash runs as it stands, unless the line before it is `<!-- hardware -->` (it needs a device or a
-large machine) or `<!-- unpublished -->` (it needs packages that are not published yet).
+`pages.py` says which blocks run here, and which where else.
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
+import typer.main
+from pages import DOCS, MARKS, PAGES, ROOT, blocks, indented, prose, run_bash
 
 import ecoffload.errors
+from ecoffload.cli.app import app
 
-ROOT = Path(__file__).parent.parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-_BLOCK = re.compile(
-    r"(?P<mark><!-- (?:hardware|unpublished) -->\n+)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
-)
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-
-
-class Block(NamedTuple):
-    """A fenced block that is to run."""
-
-    language: str
-    code: str
-    line: int
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(found["language"], found["code"], text.count("\n", 0, found.start("code")))
-        for found in _BLOCK.finditer(text)
-        if found["mark"] is None and found["language"] in ("python", "bash")
-    ]
+_EXTRAS = re.compile(r"(?:ecoffload|'\.|\"\.)\[([\w,]+)\]")
+_INLINE = re.compile(r"`(ecoffload [a-z][^`]*)`")
 
 
 def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-def run_bash(code: str, folder: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code],
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-
-
-RUNNING = [page for page in PAGES if blocks(page)]
+RUNNING = [page for page in PAGES if any(each.runs and each.mark is None for each in blocks(page))]
 
 
 @pytest.mark.parametrize("page", RUNNING, ids=names(RUNNING))
@@ -72,17 +39,46 @@ def test_the_code_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     variables: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
+        if not block.runs or block.mark is not None:
+            continue
         if block.language == "bash":
-            run_bash(block.code, tmp_path)
+            run_bash(block.code, tmp_path, programs=Path(sys.executable).parent)
         else:
             tree = ast.increment_lineno(ast.parse(block.code), block.line)
             exec(compile(tree, str(page), "exec"), variables)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_command_of_a_page_runs_or_is_marked(page: Path) -> None:
+    for block in blocks(page):
+        where = f"{page}:{block.line}"
+        assert block.mark is None or block.mark in MARKS, f"{where}: no such mark; those are {', '.join(MARKS)}"
+        assert block.language, f"{where}: say the language: bash if it is to run, text if it is not code"
+        if not block.runs and block.mark is None:
+            assert block.commands == [], f"{where}: commands run only in a block of bash"
+    assert indented(page) == [], f"{page}: code belongs into fenced blocks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_extras_and_commands_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {extra for group in _EXTRAS.findall(text) for extra in group.split(",")}
+    assert named <= extras.keys()
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert set(re.findall(r"`make ([a-z0-9-]+)", text)) <= set(targets)
+    group: Any = typer.main.get_command(app)
+    for line in _INLINE.findall(prose(page)):
+        words = line.split()[1:]
+        command = group.commands.get(words[0])
+        assert command is not None, line
+        options = {name for option in command.params for name in option.opts}
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= options, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_a_link_leads_to_a_file_that_is_there(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    broken = [target for target in _LINK.findall(text) if not (page.parent / target).exists()]
+    broken = [target for target in _LINK.findall(prose(page)) if not (page.parent / target).exists()]
     assert broken == []
 
 

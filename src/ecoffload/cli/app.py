@@ -14,7 +14,8 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="ecoffload",
-    epilog="Exit codes: 0 ok, 1 a check failed, 2 bad input, 3 what was asked for is unavailable.",
+    epilog="Example: ecoffload demo --turns 2\n\n"
+    "Exit codes: 0 ok, 1 a check failed, 2 bad input, 3 what was asked for is unavailable.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -69,7 +70,7 @@ def demo(
 
     Exit 1 for bytes that differ, 2 if a file could not be read as an image (it is named, the rest goes on).
 
-    Example: ecoffload demo --turns 6 --capacity 8MiB
+    Example: ecoffload demo --turns 2 --capacity 4MiB
     """
     with errors_end_here():
         from ecoffload.cli.demo import run
@@ -124,7 +125,7 @@ def bench(
 ) -> None:
     """Measure the link's peak, our ways and naive ones by block size, latencies, registration and start-up.
 
-    Example: ecoffload bench --backend cuda --sizes 7KiB,64KiB,1MiB --plot bench.png
+    Example: ecoffload bench --total 16MiB --sizes 7KiB,64KiB,1MiB --plot bench.png
     """
     with errors_end_here():
         from ecoffload.cli import bench as command
