@@ -470,16 +470,14 @@ class EncoderCache:
             self._check()
             self._poll()
             coming = [name for name in names if self._scheduler.fetch(name)]
+            tier = self._scheduler.tier
         end = time.monotonic() + self._tier_wait
-        pause = 50e-6
-        while coming and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-4)  # a fetch takes two turns, of which each is waited for
+        while coming and tier is not None and (left := end - time.monotonic()) > 0:
+            tier.await_news(left)
             with self._lock:
                 self._check()
                 self._poll()
-                tier = self._scheduler.tier
-                coming = [name for name in coming if tier is not None and tier.coming(name)]
+                coming = [name for name in coming if tier.coming(name)]
 
     def _give_up(self) -> None:
         """What was planned and has not reached the worker has failed: an empty plan behind it makes the worker say so,

@@ -298,6 +298,12 @@ def test_a_store_that_is_not_there_at_the_start_is_connected_later(
     eventually(lambda: cache.get("b") is None and tier(cache)["connected"])
 
 
+def test_the_store_is_connected_before_it_is_needed(node: Node, eventually: Eventually, store: FakeStore) -> None:
+    cache = node()
+    eventually(lambda: tier(cache)["connected"])
+    assert [call for call, _ in store.calls] == ["connect"]
+
+
 def test_an_acknowledgement_is_no_proof_of_storage(node: Node, eventually: Eventually, store: FakeStore) -> None:
     store.forgetful = True
     cache = node()
@@ -510,9 +516,10 @@ def test_closing_with_a_call_that_is_stuck_keeps_its_memory(
 ) -> None:
     monkeypatch.setattr(link, "_CLOSING", 0.05)
     cache = node(wait=0.0)
+    eventually(lambda: tier(cache)["connected"])
     store.up.clear()
     cache.get("a")
-    eventually(lambda: store.calls)
+    eventually(lambda: len(store.calls) == 2)
     stuck = cache._scheduler.tier
     assert stuck is not None
     cache.close()

@@ -82,6 +82,8 @@ class Couriers:
         self.breakers = {"publish": Breaker(clock=clock), "fetch": Breaker(clock=clock)}
         self.published: deque[Publication] = deque()
         self.answered: deque[Fetch] = deque()
+        self.news = threading.Event()
+        """Set when something has been added to ``answered``."""
         self.connected = False
         self.threads: list[threading.Thread] = []
         self._tier = tier
@@ -94,7 +96,8 @@ class Couriers:
         self._stopping = False
 
     def start(self, region: HostRegion) -> None:
-        """Begin, with the entries' bytes in ``region``, which has to outlive the threads."""
+        """Begin, with the entries' bytes in ``region``, which has to outlive the threads. The first thread connects at
+        once: what that costs is better paid before an engine's first step than in it."""
         options = self._options
         work = [self._publish_all] * (options.publishers if options.publish else 0)
         work += [self._fetch_all] * (options.fetchers if options.fetch else 0)
@@ -133,15 +136,17 @@ class Couriers:
 
     # -- what the threads do -----------------------------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        with self._connecting:
+            if not self.connected:
+                region, headers = self._region, (self._header_base, len(self._headers))
+                self._tier.connect(((region.address, region.nbytes), headers))
+                self.connected = True
+
     def _ask(self, kind: str, call: Callable[[], list[T]], count: int) -> list[T] | None:
         """The store's ``count`` answers; None, told to the breaker, if it does not give them."""
         try:
-            if not self.connected:
-                with self._connecting:
-                    if not self.connected:
-                        region, headers = self._region, (self._header_base, len(self._headers))
-                        self._tier.connect(((region.address, region.nbytes), headers))
-                        self.connected = True
+            self._connect()
             answers = call()
         except Exception as exc:  # a store's client may raise anything at all; no answer is a miss
             self.failed(kind, f"{type(exc).__name__}: {exc}")
@@ -170,6 +175,8 @@ class Couriers:
         return TierObject(object_name(self._namespace, entry.key), tuple(parts))
 
     def _publish_all(self, slots: int) -> None:
+        if not slots:
+            self._ask("publish", list, 0)
         while jobs := _take(self._outgoing):
             try:
                 if not self._stopping and self.breakers["publish"].allow():
@@ -220,6 +227,8 @@ class Couriers:
                 job.outcome = "publish_failed" if answer is Answer.UNCONFIRMED else "not_kept"
 
     def _fetch_all(self, slots: int) -> None:
+        if not slots:
+            self._ask("fetch", list, 0)
         while jobs := _take(self._incoming):
             self._in_time([job for job in jobs if job.entry is None], self._locate)
             self._in_time([job for job in jobs if job.entry is not None], lambda due: self._load(due, slots))
@@ -236,7 +245,9 @@ class Couriers:
         finally:
             for job in jobs:
                 job.called = False
-            self.answered.extend(jobs)
+            if jobs:
+                self.answered.extend(jobs)
+                self.news.set()
 
     def _locate(self, jobs: list[Fetch]) -> None:
         if not self.breakers["fetch"].allow():

@@ -10,11 +10,16 @@ from here, since one over the other breaks both.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -36,6 +41,18 @@ _ABSENT = -704
 _TOO_SMALL = -600
 _FULL = -200
 _LOCAL_BUFFER = 16 << 20
+_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+_TRIAL = """
+import json, os, sys
+path, arguments = json.loads(sys.argv[1])
+sys.path[:] = path
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup(*arguments)
+print(code, flush=True)
+os._exit(code != 0)  # without its destructor, which takes a second
+"""
+_TRIAL_LIMIT = 10.0
 
 
 class MooncakeTier(RemoteTier):
@@ -64,17 +81,8 @@ class MooncakeTier(RemoteTier):
         if not replicas.isdecimal() or not 1 <= int(replicas) <= 16:
             raise ConfigError(f"replicas {replicas!r} is not in 1..16", option="replicas", value=replicas)
         self.replicas = int(replicas)
-        if find_spec("mooncake") is None:
-            raise BackendUnavailable(
-                "mooncake:// needs Mooncake: pip install mooncake-transfer-engine (with CUDA's libraries) or "
-                "pip install mooncake-transfer-engine-non-cuda; one of them, never both",
-                name="mooncake",
-                reason="not installed",
-            )
-        if "mooncake.store" in sys.modules:
-            _log.info("mooncake was imported before; its limits are those of whoever did that")
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
+        self._library = _load()
+        self.grace = max(self.grace, 5 * _seconds("MC_TCP_PROGRESS_TIMEOUT_SEC"))
         self._store: Any = None
         self._config: Any = None
         self._registered: list[int] = []
@@ -90,17 +98,10 @@ class MooncakeTier(RemoteTier):
     def connect(self, memory: Sequence[tuple[int, int]]) -> None:
         if self._closed:
             raise CacheClosed("this tier is closed")
-        try:
-            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-        except ImportError as exc:
-            raise BackendUnavailable(
-                f"mooncake is installed and does not load: {exc}. It needs libibverbs1, libcurl4 and libnuma1, and its "
-                f"CUDA wheel libcuda.so.1",
-                name="mooncake",
-                reason=str(exc),
-            ) from exc
-        store = MooncakeDistributedStore()
-        code = store.setup(self.host, self.metadata, 0, _LOCAL_BUFFER, self.protocol, self.device, self.address)
+        arguments = (self.host, self.metadata, 0, _LOCAL_BUFFER, self.protocol, self.device, self.address)
+        self._try(arguments)
+        store = self._library.MooncakeDistributedStore()
+        code = store.setup(*arguments)
         if code:
             raise ConnectionError(f"Mooncake's master at {self.address} does not answer (code {code})")
         for address, nbytes in memory:
@@ -109,9 +110,26 @@ class MooncakeTier(RemoteTier):
                 store.close()
                 raise ConnectionError(f"Mooncake does not register {nbytes} bytes for {self.protocol} (code {code})")
             self._registered.append(address)
-        self._config = ReplicateConfig()
+        self._config = self._library.ReplicateConfig()
         self._config.replica_num = self.replicas
         self._store = store
+
+    def _try(self, arguments: tuple[Any, ...]) -> None:
+        """Raise :class:`ConnectionError` if the setup would fail, or last.
+
+        It holds the interpreter's lock (all other calls release it): 4.5 s with a dead master, and no thread of the
+        engine would run meanwhile. So a child does it first, unless it is plain that nobody listens.
+        """
+        host, _, port = self.address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        command = [sys.executable, "-S", "-c", _TRIAL, json.dumps([sys.path, arguments])]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_LIMIT, check=False)
+        except subprocess.TimeoutExpired as exc:
+            raise ConnectionError(f"Mooncake's master at {self.address} does not answer") from exc
+        if done.returncode:
+            told = (done.stdout + done.stderr).strip().splitlines()
+            raise ConnectionError(f"Mooncake's client cannot be set up for {self.address}: {told[-1] if told else ''}")
 
     def publish(self, objects: Sequence[TierObject]) -> list[Answer]:
         store = self._open()
@@ -127,11 +145,19 @@ class MooncakeTier(RemoteTier):
 
     def exists(self, names: Sequence[str]) -> list[int | None]:
         store = self._open()
-        sizes: list[int | None] = []
-        # One question for all that are missing, which most are; the size of the others is asked one by one.
+        # Only this call tells that the master does not answer; for what is missing, which most is, it is the only one.
         found = store.batch_is_exist(list(names)) if names else []
+        known = [name for name, there in zip(names, found, strict=True) if there == 1]
+        replicas = store.batch_get_replica_desc(known) if known else {}
+        if known and not replicas:  # this one says nothing at all when nobody answers
+            raise ConnectionError(f"Mooncake does not tell where {known[0]} is")
+        sizes: list[int | None] = []
         for name, there in zip(names, found, strict=True):
-            size = _ABSENT if there == 0 else store.get_size(name) if there == 1 else there
+            size = _ABSENT if there == 0 else there
+            if there == 1:
+                size = _size_of(replicas.get(name, ()))
+                if size is None:  # gone since, or on disk
+                    size = store.get_size(name)
             if size == _ABSENT:
                 sizes.append(None)
             elif size < 0:
@@ -163,6 +189,57 @@ class MooncakeTier(RemoteTier):
             for address in self._registered:
                 store.unregister_buffer(address)
             store.close()
+
+
+def _load() -> Any:
+    """Mooncake's module, with limits of seconds. Raises :class:`BackendUnavailable` with what to do."""
+    if find_spec("mooncake") is None:
+        raise BackendUnavailable(
+            f"mooncake:// needs Mooncake: pip install {_WHEELS[0]} (with CUDA's libraries) or "
+            f"pip install {_WHEELS[1]}; one of them, never both",
+            name="mooncake",
+            reason="not installed",
+        )
+    if all(map(_installed, _WHEELS)):
+        _log.warning("both %s are installed, over each other: uninstall both, then install one", " and ".join(_WHEELS))
+    if "mooncake.store" in sys.modules:
+        _log.info("mooncake was imported before; its limits are those of whoever did that")
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return import_module("mooncake.store")
+    except ImportError as exc:
+        raise BackendUnavailable(
+            f"mooncake is installed and does not load: {exc}. It needs libibverbs1, libcurl4 and libnuma1, and its "
+            f"CUDA wheel libcuda.so.1",
+            name="mooncake",
+            reason=str(exc),
+        ) from exc
+
+
+def _installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _seconds(variable: str) -> float:
+    try:
+        return float(os.environ[variable])
+    except ValueError as exc:
+        raise ConfigError(
+            f"{variable}={os.environ[variable]!r} is no number of seconds", option=variable, value=os.environ[variable]
+        ) from exc
+
+
+def _size_of(replicas: Sequence[Any]) -> int | None:
+    """Bytes of an object by its replicas in memory, if one of them is whole."""
+    for each in replicas:
+        if each.is_memory_replica() and each.status.name == "COMPLETE":
+            return int(each.get_memory_descriptor().buffer_descriptor.size)
+    return None
 
 
 def _columns(objects: Sequence[TierObject]) -> tuple[list[str], list[list[int]], list[list[int]]]:
