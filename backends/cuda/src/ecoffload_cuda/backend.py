@@ -1,8 +1,9 @@
 """The ``cuda`` backend: one decision for each batch, three ways to carry it out, and what tells the end of it.
 
 Owned here: the route of a batch (copy engine, gather kernel, both at once, or copy by copy), its order among streams,
-registration of host memory, and errors. driver.py calls the driver, kernel.py launches, tables.py carries descriptor
-tables, tuning.py knows the crossovers. It checks no ranges (the core has), and knows no region and no entry.
+registration of host memory, and errors. live.py holds what exists while the device is in use, driver.py calls the
+driver, kernel.py launches, tables.py carries descriptor tables, tuning.py knows the crossovers. It checks no ranges
+(the core has), and knows no region and no entry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import logging
 import os
 import resource
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +38,14 @@ from ecoffload.backend import (
     SwapBackend,
 )
 from ecoffload.descriptors import AddressRanges
-from ecoffload.drivers import BatchCall, words_at
+from ecoffload.drivers import words_at
 from ecoffload.errors import BackendUnavailable, EcoffloadError, RegistrationRefused, SwapFailed
-from ecoffload_cuda.driver import BATCH_VERSION, NO_CONTEXT, NOT_READY, Cuda, Device
+from ecoffload_cuda.driver import Cuda
 from ecoffload_cuda.kernel import PLAIN_BLOCKS, Gather, shape_for
-from ecoffload_cuda.tables import TableRing, words
-from ecoffload_cuda.tuning import Tuning, load_tuning
+from ecoffload_cuda.live import CudaCompletion, Live
+from ecoffload_cuda.tables import words
 
-__all__ = ["CudaBackend", "CudaCompletion"]
+__all__ = ["CudaBackend"]
 
 _log = logging.getLogger("ecoffload.cuda")
 
@@ -66,125 +66,6 @@ _REGISTER_FLAGS: Final = 3  # PORTABLE | DEVICEMAP
 Words = npt.NDArray[np.uint64]
 
 
-def _raw(stream: Any) -> int:
-    """The driver's handle of a stream: torch's object, or the handle itself; None is the default stream."""
-    handle = getattr(stream, "cuda_stream", stream)
-    return 0 if handle is None else int(handle)
-
-
-class CudaCompletion(Completion):
-    """An event of the driver's behind the copies. Queries leave another thread's graph capture alone."""
-
-    __slots__ = ("_done", "_event", "_live")
-
-    def __init__(self, live: _Live, event: int) -> None:
-        self._live = live
-        self._event = event
-        self._done = False
-
-    def done(self) -> bool:
-        if self._done:
-            return True
-        live = self._live
-        pushed = live.device.enter()
-        try:
-            with live.cuda.relaxed():
-                code = live.cuda.EventQuery(self._event)
-        finally:
-            if pushed:
-                live.device.leave()
-        if code == NOT_READY:
-            return False
-        live.cuda.driver.check(code, "a swap did not complete", index=None)
-        self._done = True
-        return True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout is not None:
-            end = time.monotonic() + timeout
-            pause = 20e-6
-            while not self.done():
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                time.sleep(min(pause, left))
-                pause = min(pause * 2, 2e-3)
-            return True
-        if not self._done:
-            live = self._live
-            with live.device.current(), live.cuda.relaxed():
-                live.cuda.driver.check(live.cuda.EventSynchronize(self._event), "a swap did not complete", index=None)
-            self._done = True
-        return True
-
-    def block(self, stream: Any) -> None:
-        if self._done:
-            return
-        live = self._live
-        code = live.cuda.StreamWaitEvent(_raw(stream), self._event, 0)
-        if code == NO_CONTEXT:  # this thread's first call
-            with live.device.current():
-                code = live.cuda.StreamWaitEvent(_raw(stream), self._event, 0)
-        if code:
-            raise live.cuda.driver.error(code, "a stream cannot wait for a swap", index=None)
-
-    def __del__(self) -> None:
-        # Only here: two threads may ask done() at once, and an event that went back twice would serve two swaps.
-        live = getattr(self, "_live", None)
-        if live is not None:
-            live.events.append(self._event)
-
-
-class _Live:
-    """What exists once the device is in use: context, streams, tables, the kernels."""
-
-    def __init__(self, cuda: Cuda, index: int) -> None:
-        self.cuda = cuda
-        self.device = device = Device(cuda, index)
-        self.events: list[int] = []
-        self.gathers: dict[Direction, Gather] = {}
-        with device.current(), cuda.relaxed():
-            least, greatest = ctypes.c_int(), ctypes.c_int()
-            cuda.CtxGetStreamPriorityRange(ctypes.addressof(least), ctypes.addressof(greatest))
-            self.engine_stream = cuda.out("StreamCreateWithPriority", 1, greatest.value)  # 1: CU_STREAM_NON_BLOCKING
-            # One for each direction: a load must not queue behind a save that waits for compute.
-            self.kernel_streams: dict[Direction, int] = {
-                way: cuda.out("StreamCreateWithPriority", 1, greatest.value) for way in (D2H, H2D)
-            }
-            self.fork = cuda.out("EventCreate", 2)
-            self.join = cuda.out("EventCreate", 2)
-            self.tables = TableRing(device)
-        entry = cuda.driver.resolve("cuMemcpyBatchAsync", BATCH_VERSION)
-        self.batch = BatchCall(entry) if entry else None
-        version = cuda.out("DriverGetVersion", ctype=ctypes.c_int)
-        self.version = f"{version // 1000}.{version % 1000 // 10}"
-        self.tuning: Tuning = load_tuning(device)
-
-    def event(self) -> int:
-        try:
-            return self.events.pop()
-        except IndexError:
-            with self.cuda.relaxed():
-                return self.cuda.out("EventCreate", 2)
-
-    def close(self) -> None:
-        cuda = self.cuda
-        if self.device.forked:
-            return  # the child has no context to free anything in
-        with self.device.current(), cuda.relaxed():
-            for stream in (self.engine_stream, *self.kernel_streams.values()):
-                cuda.StreamSynchronize(stream)
-                cuda.StreamDestroy(stream)
-            for event in (self.fork, self.join, *self.events):
-                cuda.EventDestroy(event)
-            self.events.clear()
-            self.tables.close()
-            for gather in set(self.gathers.values()):
-                gather.unload()
-            self.gathers.clear()
-        self.device.release()
-
-
 class CudaBackend(SwapBackend):
     """Copies of one NVIDIA GPU. Nothing touches the device before the first submit or registration.
 
@@ -199,7 +80,7 @@ class CudaBackend(SwapBackend):
         super().__init__(spec, device_index, ops)
         self._cuda = Cuda.open(library)
         self._lock = threading.RLock()
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._ranges: dict[int, Registration] = {}
         self._mapped = AddressRanges()
         self._why: Counter[str] = Counter()
@@ -211,7 +92,7 @@ class CudaBackend(SwapBackend):
         if self._ops is None:
             from ecoffload_cuda.ops import CudaDeviceOps
 
-            self._ops = CudaDeviceOps(self)
+            self._ops = CudaDeviceOps(self.live, self.device_index)
         return self._ops
 
     @classmethod
@@ -244,14 +125,14 @@ class CudaBackend(SwapBackend):
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 
-    def live(self) -> _Live:
+    def live(self) -> Live:
         """The device in use; put to use now if it was not. For this package's own parts."""
         return self._live or self._start()
 
-    def _start(self) -> _Live:
+    def _start(self) -> Live:
         with self._lock:
             if self._live is None:
-                live = _Live(self._cuda, self.device_index)
+                live = Live(self._cuda, self.device_index)
                 if live.batch is None:
                     _log.warning(
                         "driver %s has no cuMemcpyBatchAsync of CUDA 12.8: long descriptors are copied one by one",
@@ -260,7 +141,7 @@ class CudaBackend(SwapBackend):
                 self._live = live
             return self._live
 
-    def _gather(self, live: _Live, direction: Direction) -> Gather | None:
+    def _gather(self, live: Live, direction: Direction) -> Gather | None:
         """The kernel for a direction, or None with the reason in ``_kernel_off``, said once."""
         gather = live.gathers.get(direction)
         if gather is None and not self._kernel_off:
@@ -320,7 +201,7 @@ class CudaBackend(SwapBackend):
                 device.leave()
         return CudaCompletion(live, event)
 
-    def _refuse_stream(self, live: _Live, raw: int, code: int) -> NoReturn:
+    def _refuse_stream(self, live: Live, raw: int, code: int) -> NoReturn:
         if code:
             raise live.cuda.driver.error(code, f"stream {raw:#x} of a swap cannot be used", index=None)
         raise SwapFailed(
@@ -329,13 +210,13 @@ class CudaBackend(SwapBackend):
             index=None,
         )
 
-    def _order(self, live: _Live, before: int, event: int, after: int) -> None:
+    def _order(self, live: Live, before: int, event: int, after: int) -> None:
         """What is on ``before`` by now runs before what comes on ``after``."""
         cuda = live.cuda
         cuda.driver.check(cuda.EventRecord(event, before), "ordering two streams", index=None)
         cuda.driver.check(cuda.StreamWaitEvent(after, event, 0), "ordering two streams", index=None)
 
-    def _copy(self, live: _Live, batch: BatchView, direction: Direction, raw: int) -> None:
+    def _copy(self, live: Live, batch: BatchView, direction: Direction, raw: int) -> None:
         count = batch.count
         tuning = live.tuning
         if count < tuning.kernel_min:
@@ -350,7 +231,7 @@ class CudaBackend(SwapBackend):
         self._paths["engine"] += count
         self._engine(live, batch.dst, batch.src, batch.size, count, raw, batch.first)
 
-    def _copy_with_kernel(self, live: _Live, batch: BatchView, direction: Direction, raw: int) -> str:
+    def _copy_with_kernel(self, live: Live, batch: BatchView, direction: Direction, raw: int) -> str:
         """Share a batch between kernel and engine; or enqueue nothing and return why all of it is the engine's."""
         count = batch.count
         way = live.tuning.way(direction)
@@ -415,7 +296,7 @@ class CudaBackend(SwapBackend):
 
     def _launch(
         self,
-        live: _Live,
+        live: Live,
         gather: Gather,
         blocks: int,
         src: Words,
@@ -449,7 +330,7 @@ class CudaBackend(SwapBackend):
 
     def _engine(
         self,
-        live: _Live,
+        live: Live,
         dst: int,
         src: int,
         size: int,
@@ -475,7 +356,7 @@ class CudaBackend(SwapBackend):
 
     def _one_by_one(
         self,
-        live: _Live,
+        live: Live,
         dst: int,
         src: int,
         size: int,
@@ -494,7 +375,7 @@ class CudaBackend(SwapBackend):
 
     def _failure(
         self,
-        live: _Live,
+        live: Live,
         code: int,
         name: str,
         src: int,
@@ -517,14 +398,14 @@ class CudaBackend(SwapBackend):
         what += "; descriptors before and after it may have been copied all the same, and none is on its way any more"
         return live.cuda.driver.error(code, what, index=index)
 
-    def _settle(self, live: _Live, stream: int) -> None:
+    def _settle(self, live: Live, stream: int) -> None:
         with live.cuda.relaxed():
             for each in (stream, *live.kernel_streams.values()):
                 live.cuda.StreamSynchronize(each)
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 
-    def _reachable(self, live: _Live, host: Words, size: Words) -> bool:
+    def _reachable(self, live: Live, host: Words, size: Words) -> bool:
         """Whether a kernel may touch these host ranges: it would kill the context where the copy engine would not."""
         if self._mapped.first_outside(host, size) is None:
             return True
@@ -537,7 +418,7 @@ class CudaBackend(SwapBackend):
                 return False
         return AddressRanges([(found.start, found.nbytes)]).first_outside(host, size) is None
 
-    def _query(self, live: _Live, address: int) -> PointerRange | None:
+    def _query(self, live: Live, address: int) -> PointerRange | None:
         kind, ordinal = ctypes.c_uint(), ctypes.c_int(-1)
         start, nbytes = ctypes.c_uint64(), ctypes.c_uint64()
         # CU_POINTER_ATTRIBUTE_ MEMORY_TYPE 2 (host 1, device 2), DEVICE_ORDINAL 9, RANGE_START_ADDR 11, RANGE_SIZE 12
@@ -625,7 +506,7 @@ class CudaBackend(SwapBackend):
         """
         from ecoffload_cuda.measure import tune
 
-        return tune(self, progress or (lambda _: None))
+        return tune(self, self.live(), progress or (lambda _: None))
 
     def stats(self) -> dict[str, Any]:
         live = self._live

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ecoffload.backend import D2H, H2D, Direction
+from ecoffload.backend import D2H, H2D, Direction, SwapBackend
 from ecoffload.descriptors import DescriptorPool
 from ecoffload.submission import submit_batch
 from ecoffload_cuda.tuning import DEFAULTS, Tuning, Way, store_tuning
 
 if TYPE_CHECKING:
-    from ecoffload_cuda.backend import CudaBackend
+    from ecoffload_cuda.live import Live
 
 __all__ = ["tune"]
 
@@ -39,8 +39,9 @@ _NEAR: Final = 0.985
 
 
 class _Bench:
-    def __init__(self, backend: CudaBackend) -> None:
+    def __init__(self, backend: SwapBackend, live: Live) -> None:
         self.backend = backend
+        self.live = live
         self.ops = backend.ops
         self.memory = mmap.mmap(-1, 2 * _TOTAL)
         self.view: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
@@ -53,7 +54,7 @@ class _Bench:
 
     def rate(self, direction: Direction, size: int, tuning: Tuning) -> float:
         """GB/s of a batch of scattered descriptors of one size under ``tuning``, the best of a few rounds."""
-        live = self.backend.live()
+        live = self.live
         count = _TOTAL // size
         places = self.random.permutation(2 * count)[:count].astype(np.uint64)
         host = np.uint64(self.registration.alias) + places * np.uint64(size)
@@ -83,9 +84,9 @@ def _fixed(share: float, sms: int) -> Tuning:
     return Tuning(way, way, 1, "measuring")
 
 
-def tune(backend: CudaBackend, progress: Callable[[str], None]) -> dict[str, Any]:
+def tune(backend: SwapBackend, live: Live, progress: Callable[[str], None]) -> dict[str, Any]:
     """See :meth:`CudaBackend.tune`."""
-    bench = _Bench(backend)
+    bench = _Bench(backend, live)
     measured: dict[str, Any] = {}
     ways: dict[Direction, Way] = {}
     try:
@@ -112,7 +113,6 @@ def tune(backend: CudaBackend, progress: Callable[[str], None]) -> dict[str, Any
             ways[direction] = Way(tuple(classes), tuple(sms))
     finally:
         bench.close()
-    live = backend.live()
     tuning = Tuning(ways[H2D], ways[D2H], DEFAULTS.kernel_min, "measured in this process")
     path: str | None = None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from ecoffload.torch_ops import TorchDeviceOps
 from ecoffload_cuda.driver import NO_CONTEXT, NOT_READY
 
 if TYPE_CHECKING:
-    from ecoffload_cuda.backend import CudaBackend
+    from ecoffload_cuda.live import Live
 
 __all__ = ["CudaDeviceOps", "DriverEvent"]
 
@@ -24,12 +24,12 @@ class DriverEvent:
     __slots__ = ("_live", "cuda_event")
 
     @property
-    def live(self) -> Any:
+    def live(self) -> Live:
         """The running device that it belongs to."""
         return self._live
 
-    def __init__(self, backend: CudaBackend) -> None:
-        self._live = live = backend.live()
+    def __init__(self, live: Live) -> None:
+        self._live = live
         try:
             self.cuda_event = live.events.pop()
         except IndexError:
@@ -80,9 +80,9 @@ class CudaDeviceOps(TorchDeviceOps):
     block of the compute kernel in front of it has been handed out.
     """
 
-    def __init__(self, backend: CudaBackend) -> None:
-        super().__init__("cuda", backend.device_index)
-        self._backend = backend
+    def __init__(self, live: Callable[[], Live], device_index: int) -> None:
+        super().__init__("cuda", device_index)
+        self._live = live
         # torch makes a new object for each question about the current stream (9 us where caches are cold); the raw
         # handle comes for a twentieth of that, and a handle names one stream for as long as it is current.
         self._handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -133,7 +133,7 @@ class CudaDeviceOps(TorchDeviceOps):
         self._use_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
     def is_capturing(self, stream: Any) -> bool:
-        live = self._backend.live()
+        live = self._live()
         status = ctypes.c_int()
         code = live.cuda.StreamIsCapturing(stream.cuda_stream, ctypes.addressof(status))
         if code == NO_CONTEXT:  # this thread's first call
@@ -157,11 +157,11 @@ class CudaDeviceOps(TorchDeviceOps):
         return super().order(before, after)  # a thread's first call, a capture, or an error that this way words
 
     def _make_order_event(self) -> DriverEvent:
-        self._order_event = event = DriverEvent(self._backend)
+        self._order_event = event = DriverEvent(self._live())
         return event
 
     def event(self) -> DriverEvent:
-        return DriverEvent(self._backend)
+        return DriverEvent(self._live())
 
     def wait(self, stream: Any, event: DriverEvent) -> None:
         event.wait(stream)
