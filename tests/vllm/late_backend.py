@@ -55,9 +55,9 @@ class LateCompletion(Completion):
 class LateBackend(CpuBackend):
     """`late`: ticks; `failing`: what the next submits raise, by direction."""
 
-    def __init__(self, late: int) -> None:
+    def __init__(self, late: int, ops: LateOps | None = None) -> None:
         spec = get_backend("cpu").spec
-        super().__init__(spec, 0, LateOps())
+        super().__init__(spec, 0, ops or LateOps())
         self.late = late
         self.failing: dict[str, list[Exception]] = {"d2h": [], "h2d": []}
 

@@ -160,6 +160,12 @@ class EcoffloadConnector(ECConnectorBase):  # type: ignore[misc]
 
     # -- worker's half -----------------------------------------------------------------------------------------------
 
+    def start_worker_services(self) -> None:
+        """The weights are loaded and nothing has run yet: what loads may need is taken before vLLM sizes its KV cache.
+        Raises the device's error if there is no room for it."""
+        if self._mover is not None:
+            self._mover.reserve_memory()
+
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         """The step begins. Raises what a device reported since the last one."""
         super().bind_connector_metadata(connector_metadata)

@@ -23,8 +23,6 @@ from ecoffload.worker import OffloadWorker
 if TYPE_CHECKING:
     import torch
 
-    from ecoffload.backend import SwapBackend
-
 __all__ = ["WorkerHalf", "rank_of"]
 
 _WATCH_SECONDS = 0.005
@@ -45,7 +43,7 @@ class WorkerHalf:
         except BaseException:
             self.region.close()
             raise
-        self._reserve = self._reserve_memory(backend)
+        self._reserve: torch.Tensor | None = None
         self._lock = threading.Lock()  # guards the engine against the thread that watches
         self._moving = threading.Event()
         self._closed = False
@@ -69,17 +67,29 @@ class WorkerHalf:
             "path": str(self.region.path),
             "start": self.region.start,
             "off": self.off,
+            "device_bytes_for_loads": self.load_bytes,
             **{name: stats[name] for name in ("backend", "device", "encoding", "registered", "registration")},
         }
 
-    def _reserve_memory(self, backend: SwapBackend) -> torch.Tensor | None:
-        """Hold what loads may need until the first load: vLLM measures free memory in between, and the allocator keeps
-        the block for the stream that loads allocate on."""
-        ops = backend.ops
-        nbytes = self.setup.rows * self.setup.width * self.setup.itemsize
-        if ops.host_ordered or not self.setup.consumer or not nbytes:
-            return None
-        return ops.empty(nbytes, self.engine.load_stream)
+    @property
+    def load_bytes(self) -> int:
+        """Device memory that loads may need beyond what vLLM's profile run counts, in bytes.
+
+        That run fills the encoder cache from the encoder's stream; loads fill it from theirs, and torch's allocator
+        does not lend memory from one stream to another: as much again, one whole cache.
+        """
+        if self.engine.backend.ops.host_ordered or not self.setup.consumer:
+            return 0
+        return self.setup.rows * self.setup.width * self.setup.itemsize
+
+    def reserve_memory(self) -> None:
+        """Hold `load_bytes` until the first load; from then on the allocator keeps them for the load stream.
+
+        To be called between vLLM's first look at the device's free memory (after the connector was made) and the one
+        that sizes the KV cache: only what is taken in between is subtracted from the KV cache's share.
+        """
+        if self.load_bytes and self._reserve is None:
+            self._reserve = self.engine.backend.ops.empty(self.load_bytes, self.engine.load_stream)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
