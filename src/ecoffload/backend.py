@@ -82,8 +82,9 @@ class Capabilities(_Declaration):
 
     * ``submission``: "async" submits return before the bytes have moved; "blocking" ones after (the core then runs
       them on a thread of its own).
-    * ``host_memory``: how host memory becomes DMA-able: "register" ranges, "allocate" it through the backend,
-      "unified" with the device's, or "none" (plain memory is copied from as it is).
+    * ``host_memory``: how host memory becomes DMA-able: "register" ranges, "allocate" it by a means of the backend's
+      own (swaps serve that, regions do not: they are mapped files), "unified" with the device's, or "none" (plain
+      memory is copied from as it is).
     * ``ordering``: "streams" that events order against each other, or a "single-queue".
     * ``error_scope``: what a failure can name: a "descriptor", the "batch", or "deferred" (only a later call reports).
     * ``snapshots_descriptors``: descriptor arrays are consumed during ``submit``. If False they stay untouched until

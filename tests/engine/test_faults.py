@@ -15,7 +15,7 @@ import torch
 from engine_kit import GRANULE, POISON, Engine, QueryFails, raw
 
 from ecoffload.errors import ConfigError, DeviceLost, RegionError, RegistrationRefused, SwapFailed
-from ecoffload.testing.devices import sim_of
+from ecoffload.testing.devices import sim_of, simulated
 from ecoffload.worker import OffloadWorker
 
 Start = Callable[..., Engine]
@@ -406,6 +406,17 @@ def test_c3_c7_a_rank_that_may_not_register_follows_its_policy_and_transfers_sta
     assert [each.worker.registered for each in e.workers] == [True, False]
     e.assert_works()
     assert e.workers[1].worker.stats()["registration"] == "switched off"
+
+
+def test_a_device_whose_host_memory_is_its_own_allocators_is_refused_with_the_way_out(engine: Start) -> None:
+    e = engine(devices=("sim-int64",))
+    each = e.workers[0]
+    capabilities = each.backend.spec.capabilities.model_copy(update={"host_memory": "allocate"})
+    backend = simulated("sim-int64")
+    backend.spec = backend.spec.model_copy(update={"capabilities": capabilities})
+    with pytest.raises(ConfigError, match=r"host_memory='allocate'.*declare 'register' or 'none'"):
+        OffloadWorker(each.region, backend, 0, 1)
+    e.assert_works()
 
 
 def test_c7_prefer_says_once_why_it_is_not_registered(engine: Start, caplog: pytest.LogCaptureFixture) -> None:
