@@ -99,8 +99,8 @@ class OffloadWorker:
             raise ConfigError(f"rank {rank} is not in 0..{world - 1}", option="rank", value=rank)
         if backend.spec.capabilities.host_memory == "allocate":
             raise ConfigError(
-                f"backend {backend.spec.name!r} declares host_memory='allocate': its host memory comes from an allocator "
-                "of its own, and a region is a file that several processes map; declare 'register' or 'none' if it can "
+                f"backend {backend.spec.name!r} declares host_memory='allocate': its host memory comes from its own "
+                "allocator, and a region is a file that several processes map; declare 'register' or 'none' if it can "
                 "copy from mapped memory (swap_blocks serves it as it is)",
                 option="host_memory",
                 value="allocate",
