@@ -4,11 +4,12 @@
 
 Prints two tables. Requests: a trace's lookups as one-image requests (an image's tokens are scaled down to 16 to 64, so
 that an entry is whole granules for the one and whole blocks for the other), at several capacities: images encoded, and
-the time that the connector's scheduler half takes a step. Allocation: what reserving room for one entry costs,
-evictions included, when 16 GiB are full and churned (bookkeeping only; no such memory is needed): entries of
-log-normal(6.9, 0.9) tokens, the median 1,000, of 7,168 bytes; half of them are followed by a use of one of the last
-2,000. Each side churns in a fresh process, in turns; an allocation counts with its best of five runs, because other
-work on the machine only ever adds.
+the time that the connector's scheduler half takes in a step (median).
+
+Allocation: what reserving room for one entry costs, evictions included, when 16 GiB are full and churned (bookkeeping
+only; no such memory is needed): entries of log-normal(6.9, 0.9) tokens, the median 1,000, of 7,168 bytes; half of them
+are followed by a use of one of the last 2,000. Each side churns in a fresh process, in turns; an allocation counts with
+its best of five runs, because other work on the machine only ever adds.
 
 The comparator's scheduler half and its cache are vLLM's, unmodified; see eccpu_comparator.py for its copies.
 """
@@ -66,12 +67,17 @@ def footprint(requests: list[tuple[str, int]]) -> int:
 
 
 class Stopwatch:
-    """CPU seconds that an object's methods took, all together: other processes of a busy machine do not count."""
+    """Seconds that an object's methods took, all together, until they are asked for."""
 
     def __init__(self, target: Any, names: tuple[str, ...]) -> None:
-        self.seconds = 0.0
+        self._seconds = 0.0
         for name in names:
             setattr(target, name, self._timed(getattr(target, name)))
+
+    def lap(self) -> float:
+        """Since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -79,25 +85,27 @@ class Stopwatch:
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self._seconds += time.perf_counter() - start
 
         return timed
 
 
 def play(model: Path, which: str, requests: list[tuple[str, int]], capacity: int) -> dict[str, float]:
-    """Encodes, the share that was saved, and microseconds of the scheduler half a step."""
+    """Encodes, the share that was saved, and microseconds of the scheduler half in a step (the median)."""
     vllm = Engine(model, runner="v2", encoder_cache_items=4, extra={"ec_cpu_bytes": capacity}, **CONNECTORS[which])
     watch = Stopwatch(vllm.connector, HOOKS)
+    steps = []
     try:
         for number, (image, rows) in enumerate(requests):
             vllm.add(f"r{number}", image, rows=rows, max_tokens=1)
             vllm.step()
+            steps.append(watch.lap())
         vllm.run(100_000)
         encodes = len(vllm.encodes())
         return {
             "encodes": encodes,
             "saved": 1 - encodes / len(requests),
-            "us_per_step": 1e6 * watch.seconds / vllm.steps,
+            "us_per_step": 1e6 * statistics.median(steps),
         }
     finally:
         vllm.shutdown()
