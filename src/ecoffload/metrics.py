@@ -82,12 +82,13 @@ TIER_METRICS = (
     Described("tier_fetching", "gauge", "Entries on their way from the store."),
     Described("tier_publish_queue", "gauge", "Entries on their way to the store."),
     Described("tier_aside_bytes", "gauge", "Bytes kept aside because a fetch without an answer may still write there."),
+    Described("tier_fetch_seconds", "summary", "From asking for an entry to its being ready, where it came."),
 )
-TIER_SECONDS = Described("tier_fetch_seconds", "summary", "From asking for an entry to its being ready, where it came.")
 
 
 def tier_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """What :meth:`TierLink.stats` says, by the names of ``TIER_METRICS``: a number each, or one for each label."""
+    """What :meth:`TierLink.stats` says, by the names of ``TIER_METRICS``: a number each, one for each label, or a
+    summary's count and sum."""
     same = ("bytes_fetched", "bytes_published", "fetching", "publish_queue", "aside_bytes")
     return {
         "tier_on": int(not stats["off"]),
@@ -96,6 +97,7 @@ def tier_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
         "tier_fetches": {name: stats[name] for name in FETCH_RESULTS},
         "tier_publications": {name: stats[name] for name in PUBLISH_RESULTS},
         **{f"tier_{name}": stats[name] for name in same},
+        "tier_fetch_seconds": (stats["fetch_seconds"]["count"], stats["fetch_seconds"]["sum"]),
     }
 
 
@@ -123,15 +125,15 @@ class CacheCollector(Collector):
             numbers = tier_numbers(stats.tier)
             for each in TIER_METRICS:
                 yield self._metric(each, numbers[each.field])
-            seconds, labels = stats.tier["fetch_seconds"], self._labels
-            summary = SummaryMetricFamily(f"ecoffload_{TIER_SECONDS.field}", TIER_SECONDS.help, labels=list(labels))
-            summary.add_metric(list(labels.values()), seconds["count"], seconds["sum"])
-            yield summary
 
     def _metric(self, each: Described, number: Any) -> Metric:
         names, values = list(self._labels), list(self._labels.values())
-        family = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
         name = f"ecoffload_{each.field}"
+        if each.kind == "summary":
+            summary = SummaryMetricFamily(name, each.help, labels=names)
+            summary.add_metric(values, *number)
+            return summary
+        family = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
         if not each.label:
             metric = family(name, each.help, labels=names)
             metric.add_metric(values, number)

@@ -12,7 +12,8 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ecoffload import CacheStats, EncoderCache
-from ecoffload.metrics import METRICS, watch
+from ecoffload.metrics import METRICS, TIER_METRICS, watch
+from ecoffload.testing.tiers.fake import FakeStore, FakeTier
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -56,6 +57,30 @@ def test_a_closed_cache_and_one_that_is_gone_give_nothing() -> None:
     assert generate_latest(registry) == b""
 
 
+def test_a_tier_is_told_apart_from_the_region() -> None:
+    store, registry = FakeStore(), CollectorRegistry()
+    with EncoderCache("1MiB", namespace="m", tier=FakeTier(store=store)) as one:
+        one.put("a", torch.arange(1000))
+        while not one.stats().tier["published"]:
+            pass
+        with EncoderCache("1MiB", namespace="m", tier=FakeTier(store=store)) as two:
+            watch(two, registry=registry, labels={"model": "m"})
+            two.get("a")
+            two.get("b")
+
+            def value(name: str, **labels: str) -> float | None:
+                return registry.get_sample_value(f"ecoffload_{name}", {"model": "m", **labels})
+
+            assert value("hits_total") == 1
+            assert value("tier_fetches_total", result="hits") == 1
+            assert value("tier_fetches_total", result="misses") == 1
+            assert value("tier_bytes_fetched_total") == 8000
+            assert value("tier_publications_total", result="published") == 0
+            assert value("tier_on") == 1
+            assert value("tier_breaker_open", direction="fetch") == 0
+            assert value("tier_fetch_seconds_count") == 1
+
+
 def test_every_number_of_the_stats_is_a_metric() -> None:
     numbers = {field.name for field in fields(CacheStats) if field.type == "int"}
     assert {each.field for each in METRICS} == numbers
@@ -63,7 +88,8 @@ def test_every_number_of_the_stats_is_a_metric() -> None:
 
 def test_the_documentation_lists_the_metrics_as_they_are() -> None:
     rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line.startswith("| `ecoffload_")]
-    assert rows == [f"| `{each.name}` | {each.kind} | {each.help} |" for each in METRICS]
+    named = [(each, f"{each.name}{{{each.label}}}" if each.label else each.name) for each in (*METRICS, *TIER_METRICS)]
+    assert rows == [f"| `{name}` | {each.kind} | {each.help} |" for each, name in named]
 
 
 def test_without_the_extra_the_error_says_how_to_get_it() -> None:

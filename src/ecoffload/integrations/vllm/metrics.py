@@ -40,7 +40,7 @@ DURATIONS = {
     "tier_fetch": "From asking the tier for an entry to its being ready, where it came.",
     "deferral": "For how long requests waited for what was on its way from the tier.",
 }
-_OF_TIER = {each.field: each for each in TIER_METRICS}
+_OF_TIER = {each.field: each for each in TIER_METRICS if each.kind != "summary"}  # a histogram, of `DURATIONS`
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -99,11 +99,11 @@ def tier_news(stats: dict[str, Any], before: dict[str, Any]) -> tuple[dict[str, 
     """
     numbers = tier_numbers(stats)
     news: dict[str, Any] = {}
-    for name, value in numbers.items():
-        told = before.get(name)
+    for name, each in _OF_TIER.items():
+        value, told = numbers[name], before.get(name)
         if value == told:
             continue
-        if _OF_TIER[name].kind == "gauge":
+        if each.kind == "gauge":
             news[name] = value
         elif isinstance(value, dict):
             told = told or {}
@@ -184,7 +184,7 @@ class PrometheusMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
             )
             if each.kind == "counter"
             else self._gauge(each.field, each.help, *([each.label] if each.label else []))
-            for each in TIER_METRICS
+            for each in _OF_TIER.values()
         }
         self._bytes = self._gauge("region_bytes", "Bytes of the host region: capacity, used, registered.", "kind")
         self._entries = self._gauge("entries", "Encoder outputs held.")
