@@ -11,11 +11,12 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from ecoffload.backend import Completion, SwapBackend
+from ecoffload.backend import D2H, H2D, Completion, Direction, SwapBackend
 from ecoffload.descriptors import SubBatch
 from ecoffload.errors import EcoffloadError, SwapFailed
 
@@ -194,6 +195,10 @@ class QueuedCompletion(Completion):
         self._raise()
         return True
 
+    def ended(self, timeout: float | None = None) -> bool:
+        """As :meth:`wait`, but says nothing of how it ended."""
+        return self._done.wait(timeout)
+
     def block(self, stream: Any) -> None:
         if isinstance(stream, HostQueue):
             if not self._done.is_set():
@@ -203,16 +208,22 @@ class QueuedCompletion(Completion):
 
 
 class BlockingBackend(SwapBackend):
-    """Runs another backend's blocking ``submit`` on a thread of the core, so that every backend is asynchronous.
+    """Runs another backend's blocking ``submit`` on threads of the core, so that every backend is asynchronous.
 
-    The order of the caller's stream is kept: an event recorded there at submit is awaited (on the thread) before the
-    copy. The wrapped backend must not need its descriptors after it returned.
+    One thread for each direction, since a load must not wait behind a save that waits for compute; one for both where
+    the device is a "single-queue". The order of the caller's stream is kept: an event recorded there at submit is
+    awaited (on the thread) before the copy, and so are copies that the other thread has for that stream. The wrapped
+    backend must not need its descriptors after it returned.
     """
 
     def __init__(self, inner: SwapBackend) -> None:
         super().__init__(inner.spec, inner.device_index)
         self.inner = inner
-        self._queue = HostQueue(f"ecoffload-{inner.spec.name}-{inner.device_index}")
+        name = f"ecoffload-{inner.spec.name}-{inner.device_index}"
+        one = HostQueue(name)
+        single = inner.spec.capabilities.ordering == "single-queue"
+        self._queues: dict[Direction, HostQueue] = {D2H: one, H2D: one if single else HostQueue(name)}
+        self._flying: dict[Direction, deque[tuple[Any, QueuedCompletion]]] = {D2H: deque(), H2D: deque()}
         self.per_copy = inner.per_copy
         self.has_pointer_query = inner.has_pointer_query  # type: ignore[misc]
         for name in ("limits", "register", "unregister", "check_table", "kernel", "pointer_range"):
@@ -222,8 +233,9 @@ class BlockingBackend(SwapBackend):
     def ops(self) -> Any:
         return self.inner.ops
 
-    def submit(self, batch: Any, direction: Any, stream: Any) -> Completion:
+    def submit(self, batch: Any, direction: Direction, stream: Any) -> Completion:
         ops = self.inner.ops
+        earlier = [each for on, each in self._in_flight(H2D if direction == D2H else D2H) if on == stream]
         before = ops.event()
         ops.record(before, stream)
         # Addresses and a count: the batch itself is of no use once whoever submitted it has dropped the completion.
@@ -231,15 +243,30 @@ class BlockingBackend(SwapBackend):
 
         def copy() -> None:
             ops.synchronize(before)
+            for each in earlier:
+                each.ended()
             inner = self.inner.submit(view, direction, stream)
             if inner is not None:
                 inner.wait()
 
-        return QueuedCompletion(self._queue, copy)
+        completion = QueuedCompletion(self._queues[direction], copy)
+        self._in_flight(direction)  # only forgets those that have ended
+        self._flying[direction].append((stream, completion))
+        return completion
+
+    def _in_flight(self, direction: Direction) -> tuple[tuple[Any, QueuedCompletion], ...]:
+        flying = self._flying[direction]
+        try:
+            while flying[0][1].ended(0):
+                flying.popleft()
+        except IndexError:  # none left, or another thread forgot the last
+            pass
+        return tuple(flying)
 
     def stats(self) -> dict[str, Any]:
-        return {**self.inner.stats(), "submission": "blocking, on a thread of the core"}
+        return {**self.inner.stats(), "submission": "blocking, on threads of the core"}
 
     def close(self) -> None:
-        self._queue.close()
+        for queue in self._queues.values():
+            queue.close()
         self.inner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,66 @@ def test_a_blocking_backend_waits_for_the_stream_it_was_given() -> None:
     batch.append(src.data_ptr(), dst.data_ptr(), 64)
     assert submit_batch(backend, batch, "h2d", stream).wait(30)
     assert (dst == 9).all()
+    backend.close()
+
+
+def held_back(ordering: str) -> tuple[BlockingBackend, Any, Callable[[str, Any, int], Completion]]:
+    """A blocking backend, a stream that is held back until ``go`` is set, and a copy of 64 bytes by direction."""
+    inner = Slow()
+    inner.go.set()
+    capabilities = inner.spec.capabilities.model_copy(update={"ordering": ordering})
+    inner.spec = inner.spec.model_copy(update={"capabilities": capabilities})
+    backend, pool = BlockingBackend(inner), DescriptorPool()
+
+    def copy(direction: str, stream: Any, at: int) -> Completion:
+        batch = pool.lease()
+        batch.append(MEMORY.data_ptr() + 64 * at, MEMORY.data_ptr() + 64 * (at + 1), 64)
+        return submit_batch(backend, batch, direction, stream)  # type: ignore[arg-type]
+
+    return backend, backend.ops.stream(), copy
+
+
+MEMORY = torch.zeros(4 * 64, dtype=torch.uint8)
+
+
+def test_a_load_of_a_blocking_backend_does_not_wait_behind_a_save_that_waits_for_compute() -> None:
+    backend, saving, copy = held_back("streams")
+    go = threading.Event()
+    saving.put(go.wait)
+    save = copy("d2h", saving, 0)
+    assert copy("h2d", backend.ops.stream(), 2).wait(30)
+    assert not save.done()
+    go.set()
+    assert save.wait(30)
+    backend.close()
+
+
+def test_a_device_with_a_single_queue_is_given_one_copy_at_a_time_in_order() -> None:
+    backend, saving, copy = held_back("single-queue")
+    go = threading.Event()
+    saving.put(go.wait)
+    save = copy("d2h", saving, 0)
+    load = copy("h2d", backend.ops.stream(), 2)
+    assert not load.wait(0.02)
+    go.set()
+    assert save.wait(30)
+    assert load.wait(30)
+    backend.close()
+
+
+@pytest.mark.parametrize("first", ["d2h", "h2d"])
+def test_both_directions_of_a_blocking_backend_keep_the_order_of_one_stream(first: str) -> None:
+    backend, stream, copy = held_back("streams")
+    inner: Any = backend.inner
+    inner.go.clear()
+    MEMORY[:] = 0
+    MEMORY[:64] = 5
+    one = copy(first, stream, 0)
+    two = copy("h2d" if first == "d2h" else "d2h", stream, 1)
+    inner.go.set()
+    assert two.wait(30)
+    assert one.done()
+    assert (MEMORY[128:192] == 5).all()
     backend.close()
 
 
