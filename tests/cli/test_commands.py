@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,11 +147,12 @@ def test_headings_are_whole_in_eighty_columns(
     monkeypatch.setenv("COLUMNS", "80")
     backends = run("backends").stdout
     replay = run("replay", trace).stdout
-    with HostRegion.open(region_name, capacity=1 << 20, granule=4096):
+    with HostRegion.open(region_name, capacity=1 << 20, granule=4096, namespace="n"):
         regions, watch = run("regions", region_name).stdout, run("regions", region_name, "--watch", "--count", 1).stdout
     assert {"name", "status", "package", "encoding", "kernels"} <= set(backends.split())
     assert {"policy", "capacity", "Belady", "region", "evicted", "extents"} <= set(replay.split())
     assert {"region", "state", "size", "age", "entries", "processes", "namespace"} <= set(regions.split())
+    assert {"live", "MiB"} <= set(regions.split())
     assert {"region", "state", "in", "use", "entries", "hit", "MB/s"} <= set(watch.split())
     assert max(len(line) for text in (replay, regions, watch) for line in text.splitlines()) <= 80
     assert any(line.startswith("cpu: ") for line in backends.splitlines())
@@ -194,6 +196,23 @@ def test_a_live_region_is_listed_with_its_processes(run: Run, region_name: str) 
     assert (found["id"], found["state"], found["namespace"]) == (region_name, "live", "of a test")
     assert found["mappers"] == [os.getpid()]
     assert "live" in text.stdout
+
+
+@pytest.mark.parametrize("id", ["vllm-50844cadde0b95ecd0a2d3b8-dp0", "x" * 64], ids=len)
+def test_an_id_and_its_figures_are_whole_in_eighty_columns(
+    run: Run, tmp_path: Path, id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from ecoffload.regions import RegionInfo
+
+    monkeypatch.setenv("COLUMNS", "80")
+    info = RegionInfo("path", id, "ownerless", 0, 132 << 10, 750.0, 740.0, "n" * 90, True, 123_456, ())
+    found = [info, replace(info, state="unfinished")]
+    with patch("ecoffload.cli.regions.list_regions", return_value=found):
+        lines = run("regions", "--directory", tmp_path).stdout.splitlines()
+    assert {"132 KiB", "12.5 min", "123456"} <= {cell for line in lines for cell in re.split(r" {2,}", line.strip())}
+    assert sum(line.startswith(f"{id}: ownerless for 12.3 min; namespace n") for line in lines) == 2
 
 
 def test_reclaim_leaves_a_live_region_and_takes_an_ownerless_one(run: Run, region_name: str) -> None:

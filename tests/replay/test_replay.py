@@ -6,6 +6,7 @@ The percentages come from the table that was published with the traces, measured
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,35 @@ def small(rows: int = 600) -> Trace:
     _, first, numbers = np.unique(objects, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))  # numbered in order of appearance, as a reader does
     return Trace("small", rank[numbers].astype(np.int64), rng.integers(1 << 10, 40 << 10, len(first)))
+
+
+def brute_force(lookups: Trace, capacity: int, *, touches: bool) -> tuple[float, float]:
+    """Object and byte hit of an LRU (a FIFO without touches) that counts bytes."""
+    held: OrderedDict[int, int] = OrderedDict()
+    used = hits = hit_bytes = 0
+    sizes = lookups.sizes.tolist()
+    for number in lookups.objects.tolist():
+        if number in held:
+            hits += 1
+            hit_bytes += sizes[number]
+            if touches:
+                held.move_to_end(number)
+        elif sizes[number] <= capacity:
+            held[number] = sizes[number]
+            used += sizes[number]
+            while used > capacity:
+                used -= held.popitem(last=False)[1]
+    return hits / len(lookups), hit_bytes / lookups.total_bytes
+
+
+@pytest.mark.parametrize(("name", "policy"), PUBLISHED)
+def test_objects_and_bytes_are_hit_as_often_as_by_brute_force(name: str, policy: str) -> None:
+    lookups = trace(name)
+    for share in (0.01, 0.10):
+        capacity = int(share * lookups.footprint)
+        found = replay(lookups, policy, capacity, bound=0.0)
+        wanted = brute_force(lookups, capacity, touches=policy == "lru")
+        assert (found.object_hit, found.byte_hit) == pytest.approx(wanted, abs=0.003)
 
 
 @pytest.mark.parametrize(("name", "policy"), PUBLISHED)

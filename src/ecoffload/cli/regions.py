@@ -34,7 +34,7 @@ def run(
         if as_json:
             print_json([asdict(info) for info in gone])
         else:
-            stdout.print(_table(gone))
+            _show(gone)
         freed = sum(info.nbytes for info in gone)
         stderr.print(f"{len(gone)} regions unlinked, {format_size(freed)} given back")
         return
@@ -49,7 +49,7 @@ def run(
                 live.update(_activity_table(look, before), refresh=True)
                 before = {info.id: told for info, told in look if told is not None}
     else:
-        stdout.print(_table([info for info, _ in next(looks)]))
+        _show([info for info, _ in next(looks)])
 
 
 def require(directory: Path, ids: tuple[str, ...]) -> None:
@@ -100,21 +100,18 @@ def _activity_table(look: Look, before: dict[str, Activity]) -> Table:
     return result
 
 
-def _table(regions: list[RegionInfo]) -> Table:
-    result = table("region", "state", "size", "age", "entries", "processes", "namespace")
-    result.columns[-2].no_wrap = result.columns[-1].no_wrap = False  # lists of processes and namespaces may be long
+def _show(regions: list[RegionInfo]) -> None:
+    """A table of what is short, and a line each for what is not: who maps it and what its entries depend on."""
+    result = table("region", "state", "size", "age", "entries")
+    result.columns[0].no_wrap = False  # rather two lines than an id that is cut
     for info in regions:
-        state = info.state if info.ownerless is None else f"{info.state} {_age(info.ownerless)}"
-        result.add_row(
-            info.id,
-            state,
-            format_size(info.nbytes),
-            _age(info.age),
-            str(info.entries) if info.warm else "-",
-            ", ".join(map(str, info.mappers)) or "-",
-            shortened(info.namespace, 40) or "-",
-        )
-    return result
+        entries = str(info.entries) if info.warm else "-"
+        result.add_row(info.id, info.state, format_size(info.nbytes), _age(info.age), entries)
+    stdout.print(result)
+    for info in regions:
+        mappers = f"processes {', '.join(map(str, info.mappers))}" if info.mappers else "no process seen"
+        who = mappers if info.ownerless is None else f"ownerless for {_age(info.ownerless)}"
+        stdout.print(f"{info.id}: {who}; namespace {shortened(info.namespace, 60) or '-'}")
 
 
 def _age(seconds: float) -> str:

@@ -60,7 +60,8 @@ def bundled_photographs() -> list[Path]:
     spec = find_spec("skimage")
     if spec is None or spec.origin is None:
         raise BackendUnavailable(
-            "the demo's photographs come with scikit-image: pip install 'ecoffload[demo]', or give --images DIR",
+            "the demo's photographs come with scikit-image: pip install 'ecoffload[demo]' (in a clone '.[demo]'), or "
+            "give --images DIR",
             name="scikit-image",
             reason="not installed",
         )
