@@ -356,21 +356,23 @@ class EncoderCache:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every save so far has landed (or failed), at most ``timeout`` seconds; False if time ran out."""
         end = None if timeout is None else time.monotonic() + timeout
-        pause = 50e-6
         while True:
             with self._lock:
                 self._check()
-                if not self._worker.synchronize(0, saves_only=True):
-                    done = False
-                else:
-                    self._poll()
-                    done = not self._scheduler.saving()
-            if done:
-                return True
-            if end is not None and time.monotonic() >= end:
+                self._poll()
+                if not self._scheduler.saving():
+                    return True
+                save = self._worker.oldest_save()
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
                 return False
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            if save is None:  # another of this cache's threads is at it
+                time.sleep(50e-6)
+                continue
+            try:
+                save.wait(left)  # without the lock: others go on putting and getting
+            except Exception:  # the next poll tells what became of it
+                continue
 
     def stats(self) -> CacheStats:
         """Counts and state, see :class:`CacheStats`; after ``close`` as they were when it had waited."""

@@ -598,6 +598,10 @@ class OffloadWorker:
         if failure is not None:
             raise failure
 
+    def oldest_save(self) -> Completion | None:
+        """What tells the end of the first of the saves in flight; None if there are none."""
+        return self._saves[0].completion if self._saves else None
+
     def pending(self) -> bool:
         """Whether anything is given or in flight."""
         return bool(self._saves or self._loads or self._open)
