@@ -378,7 +378,10 @@ class OffloadScheduler:
     def _failures(self, saved: int, loaded: int) -> tuple[set[int], set[int]]:
         saves: set[int] = set()
         loads: set[int] = set()
-        for failure in self.region.take_failures():
+        failures = self.region.take_failures()
+        if not (failures or self._early_saves or self._early_loads):
+            return saves, loads
+        for failure in failures:
             if failure.kind == "save":
                 saves.add(failure.number)
             elif failure.kind == "load":

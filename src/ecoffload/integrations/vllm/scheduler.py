@@ -35,7 +35,6 @@ _FAILURES = {
     "saves_refused_no_room": "no_room",
     "workers_lost": "worker_lost",
 }
-_COUNTERS = ("saves", "loads", "bytes_saved", "bytes_loaded", "evictions", "evicted_bytes", "invalidated")
 _GAUGES_EVERY = 1.0  # seconds
 
 
@@ -374,21 +373,24 @@ class SchedulerHalf:
         if tier:
             data["tier"] = tier
         self._counts.clear()
-        failures, self._failures = self._failures, Counter()
+        failures = dict(self._failures)
+        self._failures.clear()
         if not self.off:
             now = self.engine.counters()
             told, self._told = self._told, now
-            for name in _COUNTERS:
-                if now[name] != told.get(name, 0):
-                    data[name] = now[name] - told.get(name, 0)
-            for name, reason in _FAILURES.items():
-                if now[name] != told.get(name, 0):
-                    failures[reason] += now[name] - told.get(name, 0)
+            for name, count in now.items():
+                more = count - told.get(name, 0)
+                if more:
+                    reason = _FAILURES.get(name)
+                    if reason is None:
+                        data[name] = more
+                    else:
+                        failures[reason] = failures.get(reason, 0) + more
         per_token = self.setup.options.encode_us_per_token
         if per_token is not None and "encode_tokens_saved" in data:
             data["encode_seconds_saved"] = data["encode_tokens_saved"] * per_token * 1e-6
         if failures:
-            data["failures"] = dict(failures)
+            data["failures"] = failures
         for kind, seconds in self._seconds.items():
             if seconds:
                 data.setdefault("seconds", {})[kind] = seconds
