@@ -35,7 +35,7 @@ arrow((6.85, 2.18), (5.95, 2.18), "loads ended at the\nslowest worker", (6.4, 1.
 arrow((5.3, 2.0), (5.3, 0.9), "evicted or\ninvalidated", (5.85, 1.35))
 arrow((3.5, 2.0), (4.75, 0.85), "failed", (4.35, 1.55))
 arrow((3.1, 2.0), (3.1, 0.9), "its worker\ndied", (2.6, 1.45))
-arrow((3.75, 0.6), (4.65, 0.6), "nobody else maps\nthe region", (4.2, 0.25))
+arrow((3.75, 0.6), (4.65, 0.6), "nobody is left who\nmay write it", (4.2, 0.25))
 axes.text(0.9, 1.8, "in flight: neither found\nnor evicted nor reused", ha="center", fontsize=7.5, color=GREY)
 axes.text(7.5, 1.75, "may not be evicted", ha="center", fontsize=7.5, color=GREY)
 save(figure, __file__)

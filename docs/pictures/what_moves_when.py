@@ -29,7 +29,7 @@ def arrow(x0: float, lane0: str, x1: float, lane1: str) -> None:
     )
 
 
-bar("host (Python)", 1.4, 1.85, "put", BLUE)
+bar("host (Python)", 1.4, 2.3, "encode, put", BLUE)
 bar("host (Python)", 5.75, 6.15, "get", BLUE)
 bar("compute stream", 1.5, 2.9, "encode", ORANGE)
 bar("compute stream", 2.9, 5.75, "language model: goes on", "#9e9e9e")
@@ -41,6 +41,7 @@ arrow(2.9, "compute stream", 3.0, "save stream")
 arrow(5.95, "host (Python)", 6.08, "load stream")
 arrow(7.1, "load stream", 7.2, "compute stream")
 axes.text(4.25, 1.72, "landed: from here on\ncontains() says yes", va="center", fontsize=7.5, color=GREY)
+axes.text(2.4, 3.05, "both return at once", va="center", fontsize=7.5, color=GREY)
 axes.text(6.25, 3.05, "returns at once", va="center", fontsize=7.5, color=GREY)
 axes.text(1.35, 0.25, "time", color=GREY, fontsize=7.5)
 axes.annotate("", (8.3, 0.3), (1.7, 0.3), arrowprops={"arrowstyle": "-|>", "color": GREY, "lw": 0.8})
