@@ -8,6 +8,7 @@ Nothing is promised before it is pinned; pins are released on confirmed completi
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -140,6 +141,17 @@ class OffloadScheduler:
             else:
                 self._verifying[entry] = record.checksum
                 self._checksums.put(entry)
+
+    def await_recovered(self, timeout: float) -> int:
+        """Wait until the entries of an earlier process are verified, at most ``timeout`` seconds: for a start that
+        takes its time anyway. Returns how many are left; those go on in the background."""
+        end = time.monotonic() + timeout
+        while self._verifying and self._checksums is not None:
+            if not self._take_checksums(self._checksums):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.001)
+        return len(self._verifying)
 
     def _open(self) -> None:
         if self._closed:

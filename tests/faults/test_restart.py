@@ -94,6 +94,24 @@ def test_nothing_is_promised_before_it_was_verified(
         assert not it.contains("a")
 
 
+def test_who_waits_for_the_verification_finds_everything_at_once(shm: Path, killed: Callable[..., None]) -> None:
+    killed(put_three)
+    with cache(shm) as it:
+        assert it._scheduler.await_recovered(30) == 0
+        assert list(it.get_many(["a", "b", "c"])) == ["a", "b", "c"]
+
+
+def test_the_wait_for_the_verification_ends_when_its_time_is_over(
+    shm: Path, killed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(put_three)
+    with monkeypatch.context() as patch:
+        patch.setattr("ecoffload.checksums.Checksums.take", lambda self: [])
+        it = cache(shm)
+        assert it._scheduler.await_recovered(0.01) == 3
+    it.close()
+
+
 def test_a_byte_that_changed_meanwhile_costs_its_entry_and_no_other(
     shm: Path, killed: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:

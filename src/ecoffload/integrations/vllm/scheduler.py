@@ -36,6 +36,7 @@ _FAILURES = {
     "workers_lost": "worker_lost",
 }
 _GAUGES_EVERY = 1.0  # seconds
+_VERIFY_SECONDS = 5.0  # of a start: some tens of GiB
 
 
 class SchedulerHalf:
@@ -53,6 +54,7 @@ class SchedulerHalf:
             self.engine = OffloadScheduler(
                 self.region, world=setup.world, policy=options.policy, checksum=options.checksum, tier=link
             )
+            self.engine.await_recovered(_VERIFY_SECONDS)  # a restarted engine is asked for much at once
         except BaseException:
             self.region.close()
             raise

@@ -151,9 +151,11 @@ def open_region(setup: Setup, *, worker: bool) -> HostRegion:
     if worker and region.scheduled():
         path = str(region.path)
         region.close()
+        apart = "" if setup.producer and setup.consumer else ". A producer and a consumer at once need a tier"
         raise RegionError(
-            f"another engine with this model and configuration is using the region {path}; give each a name of its own "
-            'in ec_connector_extra_config, e.g. "name": "second", or set "warm" to false',
+            f"another engine with this model and configuration is using the region {path}, which serves one at a time; "
+            'give each a name of its own in ec_connector_extra_config, e.g. "name": "second", or set "warm" to '
+            f"false{apart}",
             path=path,
         )
     return region
