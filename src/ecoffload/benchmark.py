@@ -40,7 +40,7 @@ def bench(
     backend: SwapBackend,
     *,
     sizes: tuple[int, ...] = SIZES,
-    total: int = 64 << 20,
+    total: int = 32 << 20,
     rounds: int = 5,
     entries: int = 100,
     progress: Progress | None = None,

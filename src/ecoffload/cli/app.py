@@ -113,7 +113,7 @@ def bench(
     sizes: Annotated[
         list[str] | None, typer.Option(help="Block sizes, such as 7KiB,64KiB,1MiB; may be given again.")
     ] = None,
-    total: Annotated[str, typer.Option(help="Bytes of one batch.")] = "64MiB",
+    total: Annotated[str, typer.Option(help="Bytes of one batch.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of which the best counts; a slow way gets fewer.")] = 3,
     entries: Annotated[int, typer.Option(min=1, help="Single entries whose latency is measured.")] = 100,
     plot: Plot = None,
@@ -125,7 +125,7 @@ def bench(
 ) -> None:
     """Measure the link's peak, our ways and naive ones by block size, latencies, registration and start-up.
 
-    Example: ecoffload bench --total 16MiB --sizes 7KiB,64KiB,1MiB --plot bench.png
+    Example: ecoffload bench --sizes 7KiB,64KiB,1MiB --plot bench.png
     """
     with errors_end_here():
         from ecoffload.cli import bench as command
