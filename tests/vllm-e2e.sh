@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 env=.venv-vllm-e2e
-python=${PYTHON:-python3.11}
+python=${PYTHON:-$(command -v python3.11 || echo python3)}
 stamp=$env/.stamp
 wanted=$(cat tests/vllm-e2e.sh tests/vllm-e2e-requirements.txt tests/vllm-torchvision.py | sha256sum | cut -d' ' -f1)
 

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 version=${1:-0.33.0}
 shift || true
 env=.venv-vllm-$version
-python=${PYTHON:-python3.11}
+python=${PYTHON:-$(command -v python3.11 || echo python3)}
 stamp=$env/.stamp
 wanted=$(cat tests/vllm.sh tests/vllm-requirements.txt tests/vllm-torchvision.py | sha256sum | cut -d' ' -f1)
 
