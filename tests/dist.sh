@@ -28,6 +28,9 @@ PY
 "$env/venv/bin/python" -m pytest -q -p no:cacheprovider --pyargs ecoffload.testing.conformance --ecoffload-backend=cpu
 
 cd "$root"
+every=$("$env/venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"], sep=",")')
+"${pip[@]}" --dry-run "ecoffload[$every]" # whatever extra a page or a message names
+
 mkdir "$env/clone"
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --no-dereference --target-directory "$env/clone"
 "$env/venv/bin/python" tests/docs/pages.py "$env/venv" "$env/clone"

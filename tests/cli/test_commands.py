@@ -43,6 +43,12 @@ def test_help_has_an_example_that_names_the_command(run: Run, command: str) -> N
     assert f"Example: ecoffload {command}" in " ".join(result.stdout.split())
 
 
+def test_the_first_help_has_an_example_and_the_exit_codes(run: Run) -> None:
+    words = " ".join(run("--help").stdout.split())
+    assert "Example: ecoffload demo" in words
+    assert "Exit codes: 0 ok, 1 a check failed, 2 bad input, 3 what was asked for is unavailable." in words
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option_is_two(run: Run, command: str) -> None:
     result = run(command, "--frobnicate")

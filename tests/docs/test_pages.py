@@ -59,6 +59,33 @@ def test_every_command_of_a_page_runs_or_is_marked(page: Path) -> None:
     assert indented(page) == [], f"{page}: code belongs into fenced blocks"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install x",
+        "$ ecoffload demo",
+        "      - run: pytest --pyargs x",
+        "VLLM=1 make test-vllm",
+        "tests/vllm.sh",
+        ". .venv/bin/activate",
+    ],
+)
+def test_a_line_that_is_a_command_is_seen_in_a_block_of_any_language(tmp_path: Path, line: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# A page\n\n```text\nhit rate 36%\n{line}\n```\n\n- list\n\n  <!-- service -->\n  ```sh\n  {line}\n  ```\n"
+    )
+    first, second = blocks(page)
+    assert (first.mark, first.runs, first.commands) == (None, False, [line])
+    assert (second.mark, second.runs, len(second.commands)) == ("service", False, 1)
+
+
+def test_code_that_only_an_indent_makes_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n    ecoffload demo\n\n```bash\nif true; then\n\n    ls\nfi\n```\n")
+    assert indented(page) == ["ecoffload demo"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_extras_and_commands_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
