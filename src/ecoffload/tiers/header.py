@@ -92,7 +92,7 @@ def unpack(namespace: str, key: bytes, nbytes: int, data: bytes) -> Header | str
         return "it is of another key"
     if length != nbytes:
         return f"the header speaks of {length} bytes, the object has {nbytes}"
-    if count > MAX_DIMENSIONS or any(size > _MAX_SIZE for size in shape):
+    if count > MAX_DIMENSIONS or max(shape) > _MAX_SIZE:
         return f"shape {shape[:count]} of {count} dimensions"
     try:
         name = dtype.rstrip(b"\0").decode("ascii")
