@@ -70,7 +70,8 @@ class MooncakeTier(RemoteTier):
         self.metadata = rest.pop("metadata", "P2PHANDSHAKE")
         replicas = rest.pop("replicas", "1")
         super().__init__(address, rest)
-        if not re.fullmatch(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", address):
+        master = re.fullmatch(r"(?:[^\s:]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
+        if master is None or not 0 < int(master[1]) < 1 << 16:
             raise ConfigError(
                 f"mooncake://{address} names no master; write mooncake://host:port", option="tier", value=address
             )
@@ -109,7 +110,7 @@ class MooncakeTier(RemoteTier):
             if code:
                 store.close()
                 raise ConnectionError(f"Mooncake does not register {nbytes} bytes for {self.protocol} (code {code})")
-            self._registered.append(address)
+        self._registered = [address for address, _ in memory]
         self._config = self._library.ReplicateConfig()
         self._config.replica_num = self.replicas
         self._store = store
@@ -122,14 +123,14 @@ class MooncakeTier(RemoteTier):
         """
         host, _, port = self.address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-        command = [sys.executable, "-S", "-c", _TRIAL, json.dumps([sys.path, arguments])]
+        command = [sys.executable, "-S", "-c", _TRIAL, json.dumps([list(map(str, sys.path)), arguments])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_LIMIT, check=False)
         except subprocess.TimeoutExpired as exc:
             raise ConnectionError(f"Mooncake's master at {self.address} does not answer") from exc
         if done.returncode:
-            told = (done.stdout + done.stderr).strip().splitlines()
-            raise ConnectionError(f"Mooncake's client cannot be set up for {self.address}: {told[-1] if told else ''}")
+            told = ((done.stdout.strip() or done.stderr.strip()).splitlines() or ["it said nothing"])[-1]
+            raise ConnectionError(f"Mooncake's client cannot be set up for {self.address}: {told}")
 
     def publish(self, objects: Sequence[TierObject]) -> list[Answer]:
         store = self._open()
