@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from ecoffload.testing.tiers.fake import FakeStore, FakeTier
 from ecoffload.tiers import opening
 
 ENTRY = 4096
+REAL = os.environ.get("ECOFFLOAD_TIER", "")
+"""URL of a real store, where there is one to try."""
 PATIENT = "fake://store?wait=30&deadline=30&absent=0"
 Make = Callable[..., Any]
 
@@ -188,6 +191,23 @@ def test_the_store_is_never_called_from_the_engines_thread(node: Make, runner: s
     vllm.shutdown()
     assert len(store.calls) > 4
     assert all(thread.startswith("ecoffload-tier-") for _, thread in store.calls)
+
+
+@pytest.mark.skipif(not REAL, reason="ECOFFLOAD_TIER names no store")
+def test_what_one_engine_encoded_another_loads_from_a_real_store(engine: Make, runner: str) -> None:
+    epoch = secrets.token_hex(8)  # a namespace that the store has never seen
+
+    def make() -> Any:
+        extra = {"ec_cpu_bytes": 256 * ENTRY, "tier": f"{REAL}?wait=20&deadline=20", "weight_epoch": epoch}
+        return engine(connector="EcoffloadConnector", extra=extra, encoder_cache_items=1, runner=runner)
+
+    one, names = make(), [content(f"i{turn}") for turn in range(10)]
+    play(one, *names)
+    eventually(lambda: link(one)["published"] == 10)
+    two = make()
+    play(two, *names)
+    assert two.encodes() == []
+    settle(two)
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------
@@ -368,7 +388,7 @@ def test_nobody_waits_for_a_store_that_is_known_to_be_dead(node: Make, runner: s
         play(vllm, content(f"i{turn}"))
     assert link(vllm)["breakers"]["fetch"] == "open"
     before = deferrals(vllm)[0]
-    time.sleep(0.6)  # until the breaker lets a probe through
+    eventually(half(vllm).engine.tier._breakers["fetch"].ready)  # a probe may go out: nobody waits for that one either
     for turn in range(3, 9):
         vllm.add(f"r{turn}", content(f"i{turn}"))
         assert vllm.step().total_num_scheduled_tokens > 0
