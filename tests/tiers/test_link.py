@@ -304,6 +304,23 @@ def test_the_store_is_connected_before_it_is_needed(node: Node, eventually: Even
     assert [call for call, _ in store.calls] == ["connect"]
 
 
+def test_closing_while_the_store_is_being_reached_waits_for_one_attempt_only(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    store.dead = True
+    store.up.clear()
+    cache = node(wait=0.0)
+    cache.get("a")
+    cache.put("b", tensor(1))
+    eventually(lambda: store.calls)
+    closing = threading.Thread(target=cache.close)
+    closing.start()
+    eventually(lambda: cache._scheduler.tier is not None and cache._scheduler.tier._couriers._stopping)
+    store.up.set()
+    closing.join(20)
+    assert [call for call, _ in store.calls] == ["connect"]
+
+
 def test_an_acknowledgement_is_no_proof_of_storage(node: Node, eventually: Eventually, store: FakeStore) -> None:
     store.forgetful = True
     cache = node()

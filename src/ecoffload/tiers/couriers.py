@@ -138,6 +138,8 @@ class Couriers:
 
     def _connect(self) -> None:
         with self._connecting:
+            if self._stopping:  # or each thread would try in its turn, and closing wait for all of them
+                raise ConnectionError("it is being closed")
             if not self.connected:
                 region, headers = self._region, (self._header_base, len(self._headers))
                 self._tier.connect(((region.address, region.nbytes), headers))

@@ -123,7 +123,7 @@ class MooncakeTier(RemoteTier):
         """
         host, _, port = self.address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-        command = [sys.executable, "-S", "-c", _TRIAL, json.dumps([list(map(str, sys.path)), arguments])]
+        command = [sys.executable, "-S", "-P", "-c", _TRIAL, json.dumps([list(map(str, sys.path)), arguments])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_LIMIT, check=False)
         except subprocess.TimeoutExpired as exc:
