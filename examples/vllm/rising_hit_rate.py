@@ -28,8 +28,11 @@ def picture(seed: int, side: int) -> Image.Image:
 
 def counted(llm: LLM) -> tuple[float, float]:
     """Hits and misses so far, from vLLM's own metrics."""
-    values = {metric.name: getattr(metric, "value", 0.0) for metric in llm.get_metrics()}
-    return values.get("vllm:ec_offload_hits", 0.0), values.get("vllm:ec_offload_misses", 0.0)
+    values = {"vllm:ec_offload_hits": 0.0, "vllm:ec_offload_misses": 0.0}
+    for metric in llm.get_metrics():
+        if metric.name in values:  # hits come by where the entry was from
+            values[metric.name] += metric.value
+    return values["vllm:ec_offload_hits"], values["vllm:ec_offload_misses"]
 
 
 def main() -> None:
