@@ -75,10 +75,18 @@ class EcoffloadConnector(ECConnectorBase):  # type: ignore[misc]
 
     # -- scheduler's half --------------------------------------------------------------------------------------------
 
-    @_decides
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request, whose inputs are asked for next, may be scheduled now. Only with a tier it may have to
         wait, for what is on its way from there; see `admission`."""
+        decider = self._decider  # asked for each request in each step: what costs something comes last
+        return (
+            decider is None
+            or decider.look_at(request, num_computed_tokens)
+            or self._admit(request, num_computed_tokens)
+        )
+
+    @_decides
+    def _admit(self, request: Any, num_computed_tokens: int) -> bool:
         return self._decider is None or self._decider.admit(request, num_computed_tokens)
 
     @_decides

@@ -109,11 +109,15 @@ class SchedulerHalf:
 
     # -- within a step -----------------------------------------------------------------------------------------------
 
-    def admit(self, request: Any, computed: int) -> bool:
-        """vLLM is about to ask for this request's inputs, unless it has to wait for what the tier is sending."""
+    def look_at(self, request: Any, computed: int) -> bool:
+        """vLLM is about to ask for this request's inputs; whether nothing could keep it waiting."""
         self._request = request
+        return self._admission is None or all_computed(request, computed)
+
+    def admit(self, request: Any, computed: int) -> bool:
+        """Whether it may be scheduled, or has to wait for what the tier is sending."""
         admission, link = self._admission, self._link
-        if admission is None or link is None or self.off or all_computed(request, computed):
+        if admission is None or link is None or self.off:
             return True
         if not self._fresh:
             self._open_step()
