@@ -51,7 +51,7 @@ bench-xpu: ## enqueue cost on the SYCL CPU device (2 minutes, after test-xpu)
 	XPU_ENV_ONLY=1 XPU_GENERATIONS=9 tests/xpu.sh
 	.venv-xpu-9/bin/python benchmarks/xpu/enqueue.py
 
-test-mooncake: ## the cluster tier on a real Mooncake Store on loopback (as root: installs libibverbs1; 3 minutes; 1 GB the first time)
+test-mooncake: ## the cluster tier on a real Mooncake Store on loopback (as root: installs libibverbs1; 5 minutes; 1 GB the first time)
 	tests/mooncake.sh
 
 test-rocm-debian: $(STAMP) ## the rocm backend on Debian's HIP 5.2 without a device (as root: installs libamdhip64-5; 1 minute)
