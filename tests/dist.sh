@@ -9,7 +9,7 @@ env=$(mktemp -d)
 trap 'rm -rf "$env"' EXIT
 
 "${PYTHON:-python3}" -m venv "$env/venv"
-pip=("$env/venv/bin/python" -m pip install --quiet --disable-pip-version-check --find-links "$root/dist" -c constraints.txt)
+pip=("$env/venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --find-links "$root/dist" -c constraints.txt)
 "${pip[@]}" "ecoffload[cuda,demo,testing]"
 cd "$env"
 
