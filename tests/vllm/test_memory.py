@@ -79,6 +79,7 @@ class CountedOps(LateOps):
 def memory(monkeypatch: pytest.MonkeyPatch) -> Device:
     memory = Device()
     memory.install(monkeypatch)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # an engine of another test may have left it on; see `Engine`
 
     def get_backend(name: str | None = None, *, device: Any = None) -> LateBackend:
         return LateBackend(0, CountedOps(memory))
