@@ -81,7 +81,7 @@ class Capabilities(_Declaration):
     """What differs between devices, declared instead of guessed; decides what the conformance suite asks.
 
     * ``submission``: "async" submits return before the bytes have moved; "blocking" ones after (the core then runs
-      them on a thread of its own).
+      them on threads of its own, a save and a load at once unless ``ordering`` is "single-queue").
     * ``host_memory``: how host memory becomes DMA-able: "register" ranges, "allocate" it by a means of the backend's
       own (swaps serve that, regions do not: they are mapped files), "unified" with the device's, or "none" (plain
       memory is copied from as it is).
@@ -258,7 +258,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def current_stream(self) -> Any:
-        """The stream on which the calling thread's own work is enqueued."""
+        """The stream on which the calling thread's own work is enqueued. Two objects for one stream compare equal."""
 
     @abstractmethod
     def event(self) -> Any:

@@ -119,8 +119,11 @@ def _after_fork() -> None:
     """In a forked child: the threads stayed with the parent, and so did the work that was enqueued."""
     for queue in list(_queues):
         queue._start()
+    for backend in list(_blocking):
+        backend._forget()
 
 
+_blocking: weakref.WeakSet[BlockingBackend] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -223,7 +226,8 @@ class BlockingBackend(SwapBackend):
         one = HostQueue(name)
         single = inner.spec.capabilities.ordering == "single-queue"
         self._queues: dict[Direction, HostQueue] = {D2H: one, H2D: one if single else HostQueue(name)}
-        self._flying: dict[Direction, deque[tuple[Any, QueuedCompletion]]] = {D2H: deque(), H2D: deque()}
+        self._forget()
+        _blocking.add(self)
         self.per_copy = inner.per_copy
         self.has_pointer_query = inner.has_pointer_query  # type: ignore[misc]
         for name in ("limits", "register", "unregister", "check_table", "kernel", "pointer_range"):
@@ -235,7 +239,8 @@ class BlockingBackend(SwapBackend):
 
     def submit(self, batch: Any, direction: Direction, stream: Any) -> Completion:
         ops = self.inner.ops
-        earlier = [each for on, each in self._in_flight(H2D if direction == D2H else D2H) if on == stream]
+        with self._lock:
+            earlier = [each for on, each in self._in_flight(H2D if direction == D2H else D2H) if on == stream]
         before = ops.event()
         ops.record(before, stream)
         # Addresses and a count: the batch itself is of no use once whoever submitted it has dropped the completion.
@@ -250,18 +255,21 @@ class BlockingBackend(SwapBackend):
                 inner.wait()
 
         completion = QueuedCompletion(self._queues[direction], copy)
-        self._in_flight(direction)  # only forgets those that have ended
-        self._flying[direction].append((stream, completion))
+        with self._lock:
+            self._in_flight(direction).append((stream, completion))
         return completion
 
-    def _in_flight(self, direction: Direction) -> tuple[tuple[Any, QueuedCompletion], ...]:
+    def _in_flight(self, direction: Direction) -> deque[tuple[Any, QueuedCompletion]]:
+        """Less what has ended. For whoever holds the lock: two that look at once would each forget the first."""
         flying = self._flying[direction]
-        try:
-            while flying[0][1].ended(0):
-                flying.popleft()
-        except IndexError:  # none left, or another thread forgot the last
-            pass
-        return tuple(flying)
+        while flying and flying[0][1].ended(0):
+            flying.popleft()
+        return flying
+
+    def _forget(self) -> None:
+        """Nothing is in flight: at the beginning, and in a forked child, where the parent's copies never end."""
+        self._lock = threading.Lock()
+        self._flying: dict[Direction, deque[tuple[Any, QueuedCompletion]]] = {D2H: deque(), H2D: deque()}
 
     def stats(self) -> dict[str, Any]:
         return {**self.inner.stats(), "submission": "blocking, on threads of the core"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from ecoffload.cpu.plugin import ecoffload_register_backend
 from ecoffload.descriptors import AddressRanges, DescriptorPool
 from ecoffload.drivers import words_at
 from ecoffload.errors import DescriptorError, StaleBatch, SwapFailed
-from ecoffload.host_queue import BlockingBackend
+from ecoffload.host_queue import BlockingBackend, QueuedCompletion
 from ecoffload.submission import submit_batch
 from ecoffload.testing.declarations import DECLARED
 from ecoffload.testing.devices import sim_of, simulated
@@ -254,6 +256,60 @@ def test_both_directions_of_a_blocking_backend_keep_the_order_of_one_stream(firs
     assert two.wait(30)
     assert one.done()
     assert (MEMORY[128:192] == 5).all()
+    backend.close()
+
+
+def test_threads_that_submit_at_once_forget_no_copy_of_a_blocking_backend_that_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, stream, copy = held_back("streams")
+    inner: Any = backend.inner
+    gates = {MEMORY.data_ptr() + 64 * at: threading.Event() for at in range(2)}
+
+    def submit(batch: Any, direction: Any, stream: Any) -> None:
+        gates.get(words_at(batch.src, 1)[0], inner.go).wait()
+
+    inner.submit = submit
+    one, two = copy("d2h", stream, 0), copy("d2h", stream, 1)
+    first, second = gates.values()
+    first.set()
+    assert one.wait(30)
+    meet, plain = threading.Barrier(2), QueuedCompletion.ended
+
+    def both_see_it(completion: QueuedCompletion, timeout: float | None = None) -> bool:
+        found = plain(completion, timeout)
+        if found and timeout == 0:
+            with suppress(threading.BrokenBarrierError):
+                meet.wait(0.1)
+        return found
+
+    monkeypatch.setattr(QueuedCompletion, "ended", both_see_it)
+    threads = [threading.Thread(target=copy, args=("h2d", backend.ops.stream(), 2)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    behind = copy("h2d", stream, 2)
+    assert not behind.wait(0.05), "what is on its stream before it has not ended"
+    second.set()
+    assert two.wait(30)
+    assert behind.wait(30)
+    backend.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_its_parents_copies() -> None:
+    backend, stream, copy = held_back("streams")
+    inner: Any = backend.inner
+    inner.go.clear()
+    mine = copy("d2h", stream, 0)
+    child = os.fork()
+    if not child:
+        inner.go.set()
+        os._exit(0 if copy("h2d", stream, 1).wait(10) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    inner.go.set()
+    assert mine.wait(30)
     backend.close()
 
 
