@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ecoffload.backend import SwapBackend
+    from ecoffload.index import Entry
     from ecoffload.tiers.interface import RemoteTier
 
 __all__ = ["CacheStats", "EncoderCache"]
@@ -316,7 +317,6 @@ class EncoderCache:
             self._tensor(tensor, what="encode() returned")
             with self._lock:
                 self._encodes += 1
-            with self._lock:
                 # Not if it was invalidated, or the cache closed, meanwhile: what was encoded is still the caller's.
                 if not self._closed and self._encoding.get(name) is mine:
                     self.put(name, tensor)
@@ -356,11 +356,14 @@ class EncoderCache:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every save so far has landed (or failed), at most ``timeout`` seconds; False if time ran out."""
         end = None if timeout is None else time.monotonic() + timeout
+        so_far: set[Entry] | None = None  # others go on putting, and would keep this from ever returning
         while True:
             with self._lock:
                 self._check()
                 self._poll()
-                if not self._scheduler.saving():
+                now = self._scheduler.being_saved()
+                so_far = now if so_far is None else so_far & now
+                if not so_far:
                     return True
                 save = self._worker.oldest_save()
             left = None if end is None else end - time.monotonic()

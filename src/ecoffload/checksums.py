@@ -29,19 +29,25 @@ def checksum_of(region: HostRegion, extents: Iterable[tuple[int, int]], nbytes: 
 
 
 class Checksums:
-    """Entries go in, (entry, checksum) come out when ``take`` is called; order is kept."""
+    """Entries go in, (entry, checksum) come out when ``take`` is called. What an earlier process left has a thread of
+    its own: a save must not wait until a whole region was read."""
 
     def __init__(self, region: HostRegion) -> None:
         self._region = region
         self._queue = HostQueue("ecoffload-checksums")
+        self._recovery = HostQueue("ecoffload-recovery")
         self._done: deque[tuple[Entry, int | None]] = deque()
-        self.waiting = 0
+        self._closing = False
+        self.waiting: set[Entry] = set()
         """Entries handed in and not yet taken."""
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: Entry, *, recovered: bool = False) -> None:
         """The caller keeps the entry's bytes from changing until it is taken."""
-        self.waiting += 1
-        self._queue.put(lambda: self._compute(entry))
+        self.waiting.add(entry)
+        if recovered:
+            self._recovery.put(lambda: None if self._closing else self._compute(entry))
+        else:
+            self._queue.put(lambda: self._compute(entry))
 
     def _compute(self, entry: Entry) -> None:
         try:
@@ -55,9 +61,11 @@ class Checksums:
         taken = []
         while self._done:
             taken.append(self._done.popleft())
-        self.waiting -= len(taken)
+        self.waiting.difference_update(entry for entry, _ in taken)
         return taken
 
     def close(self) -> None:
-        """Finish what was handed in, and end the thread."""
+        """Finish what was handed in, and end the threads. What an earlier process left stays for the next one."""
+        self._closing = True
         self._queue.close()
+        self._recovery.close()

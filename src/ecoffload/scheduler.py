@@ -140,16 +140,17 @@ class OffloadScheduler:
                 self.index.drop(entry)
             else:
                 self._verifying[entry] = record.checksum
-                self._checksums.put(entry)
+                self._checksums.put(entry, recovered=True)
 
     def await_recovered(self, timeout: float) -> int:
         """Wait until the entries of an earlier process are verified, at most ``timeout`` seconds: for a start that
         takes its time anyway. Returns how many are left; those go on in the background."""
         end = time.monotonic() + timeout
         while self._verifying and self._checksums is not None:
-            if not self._take_checksums(self._checksums):
-                if time.monotonic() > end:
-                    break
+            taken = self._take_checksums(self._checksums)
+            if time.monotonic() > end:
+                break
+            if not taken:
                 time.sleep(0.001)
         return len(self._verifying)
 
@@ -289,10 +290,15 @@ class OffloadScheduler:
         """Whether saves are planned or in flight (checksums included)."""
         return bool(self._saving or (self._checksums is not None and self._checksums.waiting))
 
+    def being_saved(self) -> set[Entry]:
+        """The entries of those saves, and those of an earlier process that are still being verified."""
+        landed: set[Entry] = set() if self._checksums is None else self._checksums.waiting
+        return landed.union(entry for _, entry in self._saving)
+
     def unsettled(self) -> int:
         """Transfers planned or in flight, checksums of their saves included; entries of an earlier process that are
         still being verified are not counted: nothing waits for those."""
-        waiting = 0 if self._checksums is None else self._checksums.waiting - len(self._verifying)
+        waiting = 0 if self._checksums is None else len(self._checksums.waiting) - len(self._verifying)
         return len(self._saving) + len(self._loading) + waiting
 
     def settled(self) -> tuple[int, int]:

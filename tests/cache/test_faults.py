@@ -124,6 +124,22 @@ def test_a_failure_that_is_told_late_does_not_take_the_put_that_tells_it_along(r
     r.saved("k", 7)
 
 
+def test_flush_waits_for_what_was_put_before_it_not_for_what_others_go_on_putting(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    r.sim.device.latency = 0.002
+    worker, others = r.cache._worker, iter(range(1000))
+    oldest = worker.oldest_save
+
+    def another_comes() -> Any:
+        assert r.cache.put(f"other {next(others)}", r.tensor(1))
+        return oldest()
+
+    worker.oldest_save = another_comes  # type: ignore[method-assign]
+    assert r.cache.put("mine", r.tensor(2))
+    assert r.cache.flush(3)
+    assert r.cache.contains("mine")
+
+
 # --- a device whose copies block and whose streams are its own
 
 

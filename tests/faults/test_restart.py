@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from ecoffload import EncoderCache
+from ecoffload.checksums import checksum_of
 from ecoffload.regions import reclaim
 
 N = 1000  # words of an entry: some granules, and not whole ones
@@ -31,15 +33,19 @@ def cache(shm: Path, **options: Any) -> EncoderCache:
     return EncoderCache("512KiB", directory=shm, **options)
 
 
+def eventually(ready: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < end, f"{what} did not happen"
+        time.sleep(0.001)
+
+
 @contextmanager
 def opened(shm: Path, **options: Any) -> Iterator[EncoderCache]:
     """A cache whose entries of an earlier process are verified."""
     it = cache(shm, **options)
     try:
-        end = time.monotonic() + 30
-        while it._scheduler.has_pending():
-            it._scheduler.poll()
-            assert time.monotonic() < end, "verification did not end"
+        eventually(lambda: not it._scheduler.poll() and not it._scheduler.has_pending(), "the verification")
         yield it
     finally:
         it.close()
@@ -110,6 +116,69 @@ def test_the_wait_for_the_verification_ends_when_its_time_is_over(
         it = cache(shm)
         assert it._scheduler.await_recovered(0.01) == 3
     it.close()
+
+
+def test_that_time_also_ends_while_one_entry_after_the_other_is_verified(
+    shm: Path, killed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(put_three)
+    it = cache(shm)
+    checksums: Any = it._scheduler._checksums
+    eventually(lambda: len(checksums._done) == 3, "the verification")
+    found = [[each] for each in checksums.take()]
+    monkeypatch.setattr(checksums, "take", lambda: found.pop(0) if found else [])
+    assert it._scheduler.await_recovered(-1) == 2
+    it.close()
+
+
+class Held:
+    """Holds back the checksums of what ``put_three`` left, until ``go`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.begun = 0
+        monkeypatch.setattr("ecoffload.checksums.checksum_of", self)
+
+    def __call__(self, region: Any, extents: Any, nbytes: int) -> int:
+        if nbytes == 8 * N:
+            self.begun += 1
+            self.go.wait()
+        return checksum_of(region, extents, nbytes)
+
+
+def test_what_is_saved_does_not_wait_until_the_region_was_verified(
+    shm: Path, killed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(put_three)
+    held = Held(monkeypatch)
+    it = cache(shm)
+    try:
+        assert it.put("new", torch.ones(7))
+        eventually(lambda: it.contains("new"), "the save")
+        assert not it.contains("a")
+        assert it._scheduler.unsettled() == 0
+    finally:
+        held.go.set()
+        it.close()
+
+
+def test_closing_does_not_wait_until_the_region_was_verified_and_loses_nothing(
+    shm: Path, killed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(put_three)
+    with monkeypatch.context() as patch:
+        held = Held(patch)
+        it = cache(shm)
+        eventually(lambda: held.begun == 1, "the verification of the first")
+        closing = threading.Thread(target=it.close)
+        closing.start()
+        checksums: Any = it._scheduler._checksums
+        eventually(lambda: checksums._closing, "the call of close")
+        held.go.set()
+        closing.join(30)
+        assert held.begun == 1
+    with opened(shm) as it:
+        assert list(it.get_many(["a", "b", "c"])) == ["a", "b", "c"]
 
 
 def test_a_byte_that_changed_meanwhile_costs_its_entry_and_no_other(
