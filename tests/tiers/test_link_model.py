@@ -21,7 +21,7 @@ from ecoffload.index import Entry, EntryIndex
 from ecoffload.testing.tiers.fake import FakeTier
 from ecoffload.tiers import Answer, TierLink, TierOptions
 from ecoffload.tiers.breaker import Breaker
-from ecoffload.tiers.couriers import Fetch, Publication
+from ecoffload.tiers.couriers import Call, Fetch, Publication
 from ecoffload.tiers.header import HEADER_BYTES, Header
 
 GRANULE = 256
@@ -150,19 +150,19 @@ class LinkMachine(RuleBasedStateMachine):
             job.size, job.answer = size, Answer.ABSENT if size is None else Answer.DONE
         self.played.answered.append(job)
 
-    @precondition(lambda self: any(job.entry is not None and not job.called for job in self.played.incoming))
+    @precondition(lambda self: any(job.entry is not None and job.call is None for job in self.played.incoming))
     @rule(at=st.integers(0, 9))
     def begin_load(self, at: int) -> None:
-        jobs = [job for job in self.played.incoming if job.entry is not None and not job.called]
-        jobs[at % len(jobs)].called = True
+        jobs = [job for job in self.played.incoming if job.entry is not None and job.call is None]
+        jobs[at % len(jobs)].call = Call()
 
-    @precondition(lambda self: any(job.called for job in self.played.incoming))
+    @precondition(lambda self: any(job.call for job in self.played.incoming))
     @rule(answer=st.sampled_from(Answer), right=st.booleans(), at=st.integers(0, 9))
     def end_load(self, answer: Answer, right: bool, at: int) -> None:
-        jobs = [job for job in self.played.incoming if job.called]
+        jobs = [job for job in self.played.incoming if job.call]
         job = jobs[at % len(jobs)]
         self.played.incoming.remove(job)
-        job.called, job.answer = False, answer
+        job.call, job.answer = None, answer
         assert job.entry is not None
         if answer is Answer.UNCONFIRMED:
             self.played.breakers["fetch"].failure()
@@ -243,3 +243,16 @@ class LinkMachine(RuleBasedStateMachine):
 
 LinkMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
 TestLink = LinkMachine.TestCase
+
+
+def test_a_call_that_does_not_end_is_one_failure_however_many_keys_it_was_for() -> None:
+    machine = LinkMachine()
+    machine.begin()
+    machine.ask([b"1", b"2", b"3", b"4"])
+    call = Call()
+    for job in machine.played.incoming:
+        job.call = call
+    machine.wait(2.5)
+    machine.settle()
+    assert machine.link.stats()["late"] == 4
+    assert machine.link.stats()["breakers"]["fetch"] == "closed"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ecoffload.index import Entry
     from ecoffload.region import HostRegion
 
-__all__ = ["Couriers", "Fetch", "Publication"]
+__all__ = ["Call", "Couriers", "Fetch", "Publication"]
 
 _log = logging.getLogger("ecoffload.tiers")
 
@@ -48,6 +48,15 @@ class Publication:
         self.bytes_sent = 0
 
 
+class Call:
+    """A call of the store's that may serve several fetches. ``blamed``: the breaker was told that it does not end."""
+
+    __slots__ = ("blamed",)
+
+    def __init__(self) -> None:
+        self.blamed = False
+
+
 class Fetch:
     """A key on its way in: first located (``entry`` None gives ``size``), then fetched into the extents of ``entry``.
 
@@ -55,7 +64,7 @@ class Fetch:
     bytes that are all there and right. ``problem``: why bytes that came are not.
     """
 
-    __slots__ = ("answer", "begun", "called", "deadline", "entry", "header", "key", "late", "problem", "size")
+    __slots__ = ("answer", "begun", "call", "deadline", "entry", "header", "key", "late", "problem", "size")
 
     def __init__(self, key: bytes, begun: float, deadline: float) -> None:
         self.key = key
@@ -66,8 +75,8 @@ class Fetch:
         self.answer = Answer.REFUSED
         self.header: Header | None = None
         self.problem = ""
-        self.called = False
-        """Whether a call of the store's is under way for it."""
+        self.call: Call | None = None
+        """The call of the store's that is under way for it."""
         self.late = False
         """Set by the link, which has given it up: no call is to be made for it any more."""
 
@@ -246,7 +255,7 @@ class Couriers:
             self.failed("fetch", repr(exc))
         finally:
             for job in jobs:
-                job.called = False
+                job.call = None
             if jobs:
                 self.answered.extend(jobs)
                 self.news.set()
@@ -255,8 +264,9 @@ class Couriers:
         if not self.breakers["fetch"].allow():
             return
         names = [object_name(self._namespace, job.key) for job in jobs]
+        call = Call()
         for job in jobs:
-            job.called = True
+            job.call = call
         sizes = self._ask("fetch", lambda: self._tier.exists(names), len(names))
         if sizes is None:
             return
@@ -272,8 +282,9 @@ class Couriers:
                 continue
             self._slot(slots + i)[:] = bytes(HEADER_BYTES)
             objects.append(self._object(slots + i, job.entry))
+        call = Call()
         for job in jobs:
-            job.called, job.answer = True, Answer.UNCONFIRMED
+            job.call, job.answer = call, Answer.UNCONFIRMED
         answers = self._ask("fetch", lambda: self._tier.fetch_many(objects), len(objects))
         if answers is None:
             return

@@ -342,7 +342,9 @@ class TierLink:
     def _give_up(self, flight: Fetch) -> None:
         flight.late = True
         self._counts["late"] += 1
-        if flight.called:  # else it waited here, which says nothing of the store
+        call = flight.call  # None: it waited here, which says nothing of the store
+        if call is not None and not call.blamed:
+            call.blamed = True
             self._couriers.failed("fetch", f"no answer within {self.options.deadline:g} s")
         self._miss(flight)
         self._leave(flight)
