@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 root=$PWD
 env=$(mktemp -d)
 trap 'rm -rf "$env"' EXIT
+trap 'exit 1' INT TERM
 
 "${PYTHON:-python3}" -m venv "$env/venv"
 pip=("$env/venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --find-links "$root/dist" -c constraints.txt)

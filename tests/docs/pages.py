@@ -106,7 +106,7 @@ def run_bash(code: str, folder: Path, *, programs: Path, timeout: float = 200, *
 
 
 def _unpublished(venv: Path, clone: Path) -> None:
-    """Of each page with an unpublished block: those, and what goes before and between them."""
+    """Every unpublished block, page by page."""
     environment = {
         "PIP_FIND_LINKS": f"{ROOT / 'dist'} {os.environ.get('PIP_FIND_LINKS', '')}",
         "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
@@ -114,9 +114,7 @@ def _unpublished(venv: Path, clone: Path) -> None:
         "VIRTUAL_ENV": str(venv),
     }
     for page in PAGES:
-        found = [each for each in blocks(page) if each.language == "bash" and each.mark in (None, "unpublished")]
-        while found and found[-1].mark is None:
-            found.pop()
+        found = [each for each in blocks(page) if each.mark == "unpublished"]
         place = page.relative_to(ROOT)
         # A package's own page speaks of its own folder, the others of the clone.
         folder = clone / place.parent if place.parts[0] in ("backends", "examples") else clone
