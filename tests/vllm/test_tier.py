@@ -5,6 +5,7 @@ The store is a fake that answers late, badly or not at all; vLLM's scheduler is 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import secrets
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from harness import HIDDEN, encoder_output
 from ecoffload import EncoderCache
 from ecoffload.errors import BackendUnavailable, ConfigError
 from ecoffload.integrations.vllm.config import read_options
+from ecoffload.integrations.vllm.scheduler import SchedulerHalf
 from ecoffload.integrations.vllm.setup import set_up
+from ecoffload.scheduler import OffloadScheduler
 from ecoffload.testing.tiers.fake import FakeStore, FakeTier
 from ecoffload.tiers import opening
 
@@ -511,6 +515,30 @@ def test_shutting_down_lets_the_store_go_before_the_region(
     monkeypatch.setattr(region, "close", lambda: (seen.append(store.tiers[-1].closed), close()))
     vllm.shutdown()
     assert seen == [True]
+
+
+def test_so_does_shutting_down_with_a_fault(
+    node: Make, runner: str, store: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = publish(node, A, runner=runner)
+    monkeypatch.setattr(half(vllm).engine, "poll", lambda: 1 // 0)
+    vllm.shutdown()
+    assert store.tiers[-1].closed
+
+
+def test_so_does_a_start_that_is_interrupted_while_it_waits(
+    node: Make, store: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = node()
+    setup = dataclasses.replace(vllm.connector.setup, region_id=f"interrupted-{secrets.token_hex(4)}")
+
+    def interrupted(engine: Any, timeout: float) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OffloadScheduler, "await_recovered", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SchedulerHalf(setup, SimpleNamespace(ec_transfer_config=None))
+    assert store.tiers[-1].closed
 
 
 # -- whose entries -----------------------------------------------------------------------------------------------------

@@ -54,9 +54,13 @@ class SchedulerHalf:
             self.engine = OffloadScheduler(
                 self.region, world=setup.world, policy=options.policy, checksum=options.checksum, tier=link
             )
-            self.engine.await_recovered(_VERIFY_SECONDS)  # a restarted engine is asked for much at once
         except BaseException:
             self.region.close()
+            raise
+        try:
+            self.engine.await_recovered(_VERIFY_SECONDS)  # a restarted engine is asked for much at once
+        except BaseException:
+            self._leave()
             raise
         self._admission: Admission | None = None
         if link is not None:
@@ -462,6 +466,11 @@ class SchedulerHalf:
         """Settle what has ended and leave the region. Idempotent."""
         try:
             self.engine.poll()
-            self.engine.close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self.engine.close()  # first: threads of the tier's use the region's memory
         finally:
             self.region.close()
