@@ -321,6 +321,75 @@ def test_closing_while_the_store_is_being_reached_waits_for_one_attempt_only(
     assert [call for call, _ in store.calls] == ["connect"]
 
 
+class Panic(BaseException):
+    """What a client written in Rust raises for a fault of its own: no Exception."""
+
+
+@pytest.mark.parametrize("call", ["exists", "publish", "fetch_many"])
+@pytest.mark.parametrize("kind", [Panic, SystemExit])
+def test_whatever_a_client_raises_is_a_miss_and_its_threads_live_on(
+    node: Node, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, call: str, kind: type[BaseException]
+) -> None:
+    one, two = node(), node(wait=0.5, deadline=0.5)
+    publish(one, "a", tensor(1), eventually)
+
+    def panics(given: Any) -> Any:
+        raise kind("a bug of the client's")
+
+    link = two._scheduler.tier
+    assert link is not None
+    monkeypatch.setattr(link.tier, call, panics)
+    two.put("b", tensor(2))
+    two.get("a")
+    eventually(lambda: tier(two)["publish_queue"] == 0)
+    assert all(thread.is_alive() for thread in link._couriers.threads)
+    assert two._scheduler.index.pinned == 0
+    monkeypatch.undo()
+    eventually(lambda: torch.equal(got, tensor(1)) if (got := two.get("a")) is not None else False)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "counted"),
+    [
+        ("exists", True, "publish_failed"),
+        ("exists", -5, "publish_failed"),
+        ("exists", "x", "publish_failed"),
+        ("publish", True, "publish_failed"),
+    ],
+)
+def test_an_answer_that_no_tier_may_give_is_a_failure_and_said(
+    node: Node,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    answer: Any,
+    counted: str,
+) -> None:
+    cache = node()
+    link = cache._scheduler.tier
+    assert link is not None
+    monkeypatch.setattr(link.tier, call, lambda given: [answer] * len(given))
+    for turn in range(3):
+        cache.put(f"k{turn}", tensor(turn))
+        eventually(lambda turn=turn: tier(cache)[counted] == turn + 1)
+    assert f"{answer!r} is no answer that a tier may give" in caplog.text
+    assert not tier(cache)["off"]
+
+
+def test_a_fetch_answered_with_no_answer_may_still_be_writing(
+    node: Node, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node(), node()
+    publish(one, "a", tensor(1), eventually)
+    link = two._scheduler.tier
+    assert link is not None
+    monkeypatch.setattr(link.tier, "fetch_many", lambda given: [True] * len(given))
+    assert two.get("a") is None
+    assert tier(two)["failed"] == 1
+    assert tier(two)["aside_bytes"] > 0
+
+
 def test_an_acknowledgement_is_no_proof_of_storage(node: Node, eventually: Eventually, store: FakeStore) -> None:
     store.forgetful = True
     cache = node()

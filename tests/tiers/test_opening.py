@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,27 @@ def test_a_package_whose_tier_cannot_be_used_is_an_error_that_says_why(
         open_tier("shelf://host:9", namespace="model")
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        ("acme-leaving", "raise SystemExit(3)", "does not load: SystemExit"),
+        ("acme-nameless", THIRD_PARTY.replace('scheme = "shelf"', "..."), "names no scheme; write scheme = 'shelf'"),
+        ("acme-half", THIRD_PARTY.replace("def close", "def open"), "cannot be made: TypeError.*uninstall its package"),
+        (
+            "acme-failing",
+            THIRD_PARTY + "    def __init__(self, address, options): raise SystemExit(4)",
+            "cannot be made: SystemExit",
+        ),
+    ],
+)
+def test_a_package_whose_tier_fails_to_start_is_an_error_of_ours(
+    package: Package, name: str, code: str, reason: str
+) -> None:
+    package(name, code=code)
+    with pytest.raises(PluginError, match=reason):
+        open_tier("shelf://host:9", namespace="model")
+
+
 def test_other_packages_are_not_imported_for_a_scheme(package: Package) -> None:
     package("acme-shelf-five")
     package("acme-explosive", scheme="boom", code="raise SystemExit('imported')")
@@ -101,8 +123,11 @@ def test_other_packages_are_not_imported_for_a_scheme(package: Package) -> None:
         ("mooncake://host:1?wait=-1", "wait"),
         ("mooncake://host:1?wait=1&wait=2", "twice"),
         ("mooncake://host:1?deadline", "no URL"),
+        ("mooncake://host:1?deadline=inf", "deadline='inf'"),  # a frozen store would keep requests for ever
+        ("mooncake://host:1?wait=1e400", "wait='1e400'"),
+        ([], "no URL"),
     ],
 )
-def test_a_wrong_url_is_an_error_at_the_start(url: str, reason: str) -> None:
+def test_a_wrong_url_is_an_error_at_the_start(url: Any, reason: str) -> None:
     with pytest.raises((ConfigError, BackendUnavailable), match=reason):
         open_tier(url, namespace="model")

@@ -154,16 +154,18 @@ class Couriers:
                 self._tier.connect(((region.address, region.nbytes), headers))
                 self.connected = True
 
-    def _ask(self, kind: str, call: Callable[[], list[T]], count: int) -> list[T] | None:
-        """The store's ``count`` answers; None, told to the breaker, if it does not give them."""
+    def _ask(self, kind: str, call: Callable[[], list[T]], count: int, sane: Callable[[T], bool]) -> list[T] | None:
+        """The store's ``count`` answers, all ``sane``; None, told to the breaker, if it does not give them."""
         try:
             self._connect()
             answers = call()
-        except Exception as exc:  # a store's client may raise anything at all; no answer is a miss
+            if len(answers) != count:
+                raise ValueError(f"{len(answers)} answers for {count} objects")
+            for each in answers:
+                if not sane(each):
+                    raise ValueError(f"{each!r} is no answer that a tier may give")
+        except BaseException as exc:  # a client may raise anything at all, a panic of its Rust included: it is a miss
             self.failed(kind, f"{type(exc).__name__}: {exc}")
-            return None
-        if len(answers) != count:
-            self.failed(kind, f"{len(answers)} answers for {count} objects")
             return None
         return answers
 
@@ -187,7 +189,7 @@ class Couriers:
 
     def _publish_all(self, slots: int) -> None:
         if not slots:
-            self._ask("publish", list, 0)
+            self._ask("publish", list, 0, _is_answer)
         while jobs := _take(self._outgoing):
             try:
                 if not self._stopping and self.breakers["publish"].allow():
@@ -199,7 +201,7 @@ class Couriers:
 
     def _publish(self, jobs: list[Publication], slots: int) -> None:
         names = [object_name(self._namespace, job.entry.key) for job in jobs]
-        there = self._ask("publish", lambda: self._tier.exists(names), len(names))
+        there = self._ask("publish", lambda: self._tier.exists(names), len(names), _is_size)
         if there is None:
             for job in jobs:
                 job.outcome = "publish_failed"
@@ -226,7 +228,7 @@ class Couriers:
                 new.append((job, self._object(slots + i, entry)))
         if not new or self._stopping:
             return
-        answers = self._ask("publish", lambda: self._tier.publish([each for _, each in new]), len(new))
+        answers = self._ask("publish", lambda: self._tier.publish([each for _, each in new]), len(new), _is_answer)
         if answers is None:
             answers = [Answer.UNCONFIRMED] * len(new)
         else:
@@ -239,7 +241,7 @@ class Couriers:
 
     def _fetch_all(self, slots: int) -> None:
         if not slots:
-            self._ask("fetch", list, 0)
+            self._ask("fetch", list, 0, _is_answer)
         while jobs := _take(self._incoming):
             self._in_time([job for job in jobs if job.entry is None], self._locate)
             self._in_time([job for job in jobs if job.entry is not None], lambda due: self._load(due, slots))
@@ -267,7 +269,7 @@ class Couriers:
         call = Call()
         for job in jobs:
             job.call = call
-        sizes = self._ask("fetch", lambda: self._tier.exists(names), len(names))
+        sizes = self._ask("fetch", lambda: self._tier.exists(names), len(names), _is_size)
         if sizes is None:
             return
         self.breakers["fetch"].answered()
@@ -285,7 +287,7 @@ class Couriers:
         call = Call()
         for job in jobs:
             job.call, job.answer = call, Answer.UNCONFIRMED
-        answers = self._ask("fetch", lambda: self._tier.fetch_many(objects), len(objects))
+        answers = self._ask("fetch", lambda: self._tier.fetch_many(objects), len(objects), _is_answer)
         if answers is None:
             return
         self._moved("fetch", answers)
@@ -301,6 +303,14 @@ class Couriers:
                 job.problem = "the checksum of its bytes is wrong"
             else:
                 job.header = header
+
+
+def _is_answer(answer: object) -> bool:
+    return isinstance(answer, Answer)
+
+
+def _is_size(size: object) -> bool:
+    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
 
 
 def _take(queue: SimpleQueue[T | None]) -> list[T]:

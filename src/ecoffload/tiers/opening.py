@@ -40,7 +40,7 @@ def open_tier(tier: str | RemoteTier, *, namespace: str) -> TierLink:
     try:
         url = urlsplit(tier)
         given = parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query))
-    except (ValueError, AttributeError) as exc:
+    except (ValueError, AttributeError, TypeError) as exc:
         raise ConfigError(f"tier {tier!r} is no URL: {exc}", option="tier", value=tier) from exc
     if not url.scheme or url.path not in ("", "/") or url.fragment or "@" in url.netloc:
         raise ConfigError(f"tier {tier!r} is no URL like mooncake://host:port?option=value", option="tier", value=tier)
@@ -56,7 +56,18 @@ def open_tier(tier: str | RemoteTier, *, namespace: str) -> TierLink:
         raise ConfigError(
             f"tier {tier!r}: {name}={mine[name]!r}: {first['msg']}", option=name, value=mine[name]
         ) from exc
-    return TierLink(_class_of(url.scheme)(url.netloc, options), common, namespace=namespace)
+    kind = _class_of(url.scheme)
+    try:
+        made = kind(url.netloc, options)
+    except EcoffloadError:
+        raise
+    except (Exception, SystemExit) as exc:
+        raise PluginError(
+            f"the tier {url.scheme!r} of {kind.__module__}:{kind.__qualname__} cannot be made: {exc!r}; mend or "
+            "uninstall its package",
+            name=url.scheme,
+        ) from exc
+    return TierLink(made, common, namespace=namespace)
 
 
 def _class_of(scheme: str) -> type[RemoteTier]:
@@ -75,8 +86,12 @@ def _class_of(scheme: str) -> type[RemoteTier]:
         found: Any = entry.load()
     except EcoffloadError:
         raise
-    except Exception as exc:
-        raise PluginError(f"the tier {scheme!r} of {entry.value!r} does not load: {exc}", name=scheme) from exc
+    except (Exception, SystemExit) as exc:
+        raise PluginError(f"the tier {scheme!r} of {entry.value!r} does not load: {exc!r}", name=scheme) from exc
     if not (isinstance(found, type) and issubclass(found, RemoteTier)):
         raise PluginError(f"the tier {scheme!r}: {entry.value!r} is no subclass of RemoteTier", name=scheme)
+    if not isinstance(getattr(found, "scheme", None), str):
+        raise PluginError(
+            f"the tier {scheme!r}: {entry.value!r} names no scheme; write scheme = {scheme!r}", name=scheme
+        )
     return found

@@ -26,10 +26,10 @@ class TierOptions(BaseModel):
 
     publish: bool = True
     fetch: bool = True
-    wait: float = Field(default=0.25, ge=0)
-    deadline: float = Field(default=2.0, gt=0)
+    wait: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    deadline: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     queue: int = Field(default=256, ge=1)
     publishers: int = Field(default=2, ge=1, le=16)
     fetchers: int = Field(default=2, ge=1, le=16)
     share: float = Field(default=0.125, gt=0, le=0.25)
-    absent: float = Field(default=1.0, ge=0)
+    absent: float = Field(default=1.0, ge=0, allow_inf_nan=False)
