@@ -175,7 +175,7 @@ class ExtentAllocator:
         """Give back extents exactly as `allocate` or `reserve` had them: all, or none.
 
         An extent that is not in use, overlaps one in use, has another length, or comes twice in one call: RegionError
-        naming it, and nothing has changed.
+        naming it, and all that was in use still is.
         """
         serial_from, serial_to = self._serial_from, self._serial_to
         by_length, length_at, start_of = self._by_length, self._length_at, self._start_of

@@ -187,9 +187,11 @@ class MooncakeTier(RemoteTier):
         self._closed = True  # first: a call after the store's own close ends the process
         store, self._store = self._store, None
         if store is not None:
-            for address in self._registered:
-                store.unregister_buffer(address)
-            store.close()
+            try:
+                for address in self._registered:
+                    store.unregister_buffer(address)
+            finally:
+                store.close()
 
 
 def _load() -> Any:

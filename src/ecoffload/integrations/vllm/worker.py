@@ -252,6 +252,7 @@ class WorkerHalf:
         if self.off:
             return
         self.off = f"{type(error).__name__}: {error}"
+        self._reserve = None
         self._tell = True
         log.error(
             "ecoffload: the encoder cache of rank %d is off, the engine goes on without it: %s", self.rank, self.off
