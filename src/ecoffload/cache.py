@@ -355,7 +355,9 @@ class EncoderCache:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every save so far has landed (or failed), at most ``timeout`` seconds; False if time ran out."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None
+        if timeout is not None:
+            end = time.monotonic() + min(options.seconds("timeout", timeout), threading.TIMEOUT_MAX / 2)
         so_far: set[Entry] | None = None  # others go on putting, and would keep this from ever returning
         while True:
             with self._lock:

@@ -75,10 +75,16 @@ def is_at(fd: int, path: Path) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
+def _files(directory: str | os.PathLike[str]) -> list[Path]:
+    """Those whose names a region may have. Others are nobody's of ours, and may hold what steers a terminal."""
+    found = Path(directory).glob(PREFIX + "*")
+    return sorted(path for path in found if _ID.fullmatch(path.name.removeprefix(PREFIX)))
+
+
 def list_regions(directory: str | os.PathLike[str] = "/dev/shm") -> list[RegionInfo]:
     """Every region in `directory`, by path. Changes nothing. Raises OSError if the directory cannot be read."""
     found = []
-    for path in sorted(Path(directory).glob(PREFIX + "*")):
+    for path in _files(directory):
         with _opened(path) as fd:
             info = _inspect(path, fd, thorough=True)
         if info is not None:
@@ -101,7 +107,7 @@ def reclaim(
     call stamps it. `ids`: only these; `keep`: not this path.
     """
     gone = []
-    for path in sorted(Path(directory).glob(PREFIX + "*")):
+    for path in _files(directory):
         if path == keep or (ids is not None and path.name.removeprefix(PREFIX) not in ids):
             continue
         with _opened(path) as fd:

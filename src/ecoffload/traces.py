@@ -30,6 +30,7 @@ TOKEN_BYTES = 3584 * 2
 _KEY_NAMES = ("key", "obj", "object", "object_id", "obj_id", "mm_hash", "hash", "image", "id")
 _TOKENS_NAMES = ("tokens", "num_tokens", "n_tokens")
 _BYTES_NAMES = ("bytes", "nbytes", "size", "size_bytes")
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
             rows = _json_rows(path, lines, columns) if start == "{" else _csv_rows(path, lines, columns)
             for line, key, amount, is_bytes in rows:
                 size = _whole(amount) * (1 if is_bytes else token_bytes)
-                if not 0 < size < 1 << 62 or key is None or key == "":
+                if not 0 < size < _MOST or key is None or key == "":
                     what = "bytes" if is_bytes else "tokens"
                     raise ConfigError(
                         f"{path}, line {line}: key {key!r} with {what} {amount!r}; each row needs a key and a whole "
@@ -121,6 +122,12 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
         raise ConfigError(
             f"trace {str(path)!r} is a damaged or incomplete gzip file: {exc}", option="trace", value=str(path)
         ) from exc
+    except io.UnsupportedOperation as exc:
+        raise ConfigError(
+            f"trace {str(path)!r} is a pipe or the like; a trace is read twice, so write it to a file first",
+            option="trace",
+            value=str(path),
+        ) from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(
             f"trace {str(path)!r} is neither text nor gzip ({exc}); a trace is CSV with a header or JSON lines",
@@ -131,7 +138,15 @@ def read_trace(path: str | Path, *, columns: Columns | None = None, token_bytes:
         raise ConfigError(f"trace {str(path)!r} cannot be read: {exc}", option="trace", value=str(path)) from exc
     if not objects:
         raise ConfigError(f"trace {str(path)!r} has no rows", option="trace", value=str(path))
-    return Trace(path.name.split(".")[0], np.array(objects, np.int64), np.array(sizes, np.int64))
+    trace = Trace(path.name.split(".")[0], np.array(objects, np.int64), np.array(sizes, np.int64))
+    if trace.nbytes.sum(dtype=np.float64) >= _MOST:  # beyond which sums of int64 would wrap
+        raise ConfigError(
+            f"trace {str(path)!r} asks for 2**62 bytes or more in all; its largest object has {max(sizes)}: look at "
+            "the column and at --token-bytes",
+            option="trace",
+            value=str(path),
+        )
+    return trace
 
 
 def _whole(amount: Any) -> int:
@@ -149,6 +164,8 @@ _Row = tuple[int, Any, Any, bool]  # line, key, amount, whether the amount is by
 
 def _text(path: Path) -> IO[str]:
     with path.open("rb") as raw:
+        if not raw.seekable():
+            raise io.UnsupportedOperation
         zipped = raw.read(2) == b"\x1f\x8b"
     opener: Any = gzip.open if zipped else open
     return io.TextIOWrapper(opener(path, "rb"), encoding="utf-8-sig", newline="")

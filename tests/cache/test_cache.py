@@ -674,3 +674,16 @@ def test_a_get_right_behind_its_put_finds_the_entry_although_its_checksum_is_sti
             found = cache.get(f"key-{number}")
             assert found is not None
             assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("timeout", ["1", True, -1, float("nan"), 10**400])
+def test_a_flush_for_no_number_of_seconds_is_refused(timeout: Any) -> None:
+    with EncoderCache("64KiB") as cache, pytest.raises(ConfigError, match="write seconds as a number from 0 up"):
+        cache.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300])
+def test_a_flush_for_ever_ends_with_the_save(cache: EncoderCache, timeout: float) -> None:
+    cache.put("a", on(cache, random(1000)))
+    assert cache.flush(timeout)
+    assert cache.contains("a")

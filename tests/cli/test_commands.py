@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -261,6 +262,43 @@ def test_regions_refuses_what_it_cannot_look_at(run: Run, options: tuple[str, ..
 # --- replay and size
 
 
+@pytest.mark.parametrize("name", [b"ecoffload.\x1b[31mred", b"ecoffload.two\nlines", b"ecoffload.\xff"])
+def test_a_file_with_a_name_that_no_region_has_is_neither_shown_nor_taken(
+    run: Run, tmp_path: Path, name: bytes
+) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    path.write_text("somebody's")
+    assert json.loads(run("regions", "--directory", tmp_path, "--json").stdout) == []
+    assert json.loads(run("regions", "--directory", tmp_path, "--reclaim", "--json").stdout) == []
+    assert path.read_text() == "somebody's"
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [(("size", "TRACE", "--plot", "DIR/x.png"), "x.png"), (("new-backend", "acme", "TRACE/inside"), "inside")],
+)
+def test_a_file_that_cannot_be_used_is_said_in_one_line(
+    run: Run, trace: Path, tmp_path: Path, command: tuple[str, ...], missing: str
+) -> None:
+    (tmp_path / "x.png").mkdir()
+    got = run(*(word.replace("TRACE", str(trace)).replace("DIR", str(tmp_path)) for word in command))
+    assert got.exit_code == 2
+    assert re.fullmatch(rf"error: '.*{missing}' cannot be used: .*\n", got.stderr)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_full_disk_behind_stdout_is_said_and_a_closed_stdout_is_no_fault(trace: Path, as_json: bool) -> None:
+    command = [sys.executable, "-m", "ecoffload", "size", str(trace), *["--json"] * as_json]
+    with Path("/dev/full").open("wb") as nowhere:
+        full = subprocess.run(command, check=False, stdout=nowhere, stderr=subprocess.PIPE, text=True)
+    assert full.returncode != 0
+    assert "error: the output cannot be written: No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr
+    shell = ["sh", "-c", '"$@" >&-', "sh", *command]
+    closed = subprocess.run(shell, check=False, stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 def test_replay_gives_every_policy_and_capacity_as_documented(run: Run, trace: Path) -> None:
     result = run(
         "replay", trace, "--policy", "fifo", "--policy", "auto", "--capacity", "50%", "--capacity", "200KiB", "--json"
@@ -467,7 +505,7 @@ def test_two_results_are_compared_figure_by_figure(run: Run, tmp_path: Path, mea
     assert "2.00x" in run("bench", "--compare", a, b).stdout
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"peak": 1}'])
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"peak": 1}', '{"peak": NaN}', "[" * 100_000])
 def test_what_is_no_result_cannot_be_compared(run: Run, tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)

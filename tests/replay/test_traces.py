@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,20 @@ def test_a_size_or_key_that_only_looks_like_one_is_refused(tmp_path: Path, row: 
     path.write_text(row + "\n")
     with pytest.raises(ConfigError, match="whole number"):
         read_trace(path)
+
+
+def test_a_trace_whose_bytes_no_sum_could_hold_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "key,bytes\n" + "".join(f"k{each},{1 << 61}\n" for each in range(16)))
+    with pytest.raises(ConfigError, match=r"asks for 2\*\*62 bytes or more in all"):
+        read_trace(path)
+
+
+def test_a_pipe_is_no_trace_and_the_remedy_is_said(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"key,bytes\na,1\n")
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match=r"is a pipe or the like; .* write it to a file first"):
+            read_trace(f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)

@@ -50,12 +50,16 @@ def run_compare(first: Path, second: Path, as_json: bool) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(f"--compare {str(path)!r} cannot be read: {exc}", option="compare", value=str(path)) from exc
     if not isinstance(document, dict):
         raise ConfigError(f"--compare {str(path)!r} is no result of 'ecoffload bench --json'", option="compare")
     return document
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no figure")
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@ JSON goes to stdout and nothing else does then; progress, warnings and errors go
 
 from __future__ import annotations
 
+import errno
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -51,14 +51,12 @@ stderr = Console(stderr=True, **_AS_IT_IS)
 
 
 def print_json(document: Any, *, indent: int | None = 2) -> None:
-    json.dump(document, sys.stdout, indent=indent, default=str)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    typer.echo(json.dumps(document, indent=indent, default=str))  # which a closed stdout does not trouble
 
 
 @contextmanager
 def errors_end_here() -> Iterator[None]:
-    """Turn our own errors into one line on stderr and the exit code that belongs to them."""
+    """Turn our own errors, and files that the system refuses, into one line on stderr and its exit code."""
     try:
         yield
     except EcoffloadError as exc:
@@ -66,6 +64,15 @@ def errors_end_here() -> Iterator[None]:
         unavailable = isinstance(exc, BackendUnavailable | PluginError | NoSpace)
         bad = isinstance(exc, ConfigError | UnknownBackend | AmbiguousBackend)
         raise typer.Exit(UNAVAILABLE if unavailable else BAD_INPUT if bad else FAILED) from None
+    except OSError as exc:
+        if exc.filename is not None:
+            what = f"{str(exc.filename)!r} cannot be used: {exc.strerror}; name another"
+        elif exc.errno == errno.ENOSPC:
+            what = f"the output cannot be written: {exc.strerror}; send it where there is room"
+        else:  # a pipe whose reader has seen enough, which is no error, or a bug of ours
+            raise
+        stderr.print(f"error: {what}", style="red")
+        raise typer.Exit(BAD_INPUT) from None
 
 
 def missing(what: str, exc: ModuleNotFoundError, extra: str) -> BackendUnavailable:
