@@ -357,6 +357,8 @@ class EncoderCache:
         """Wait until every save so far has landed (or failed), at most ``timeout`` seconds; False if time ran out."""
         end = None
         if timeout is not None:
+            if isinstance(timeout, int | float) and timeout < 0:
+                timeout = 0.0  # what is left of a caller's own limit
             end = time.monotonic() + min(options.seconds("timeout", timeout), threading.TIMEOUT_MAX / 2)
         so_far: set[Entry] | None = None  # others go on putting, and would keep this from ever returning
         while True:
