@@ -137,7 +137,9 @@ class Opener:
             fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise RegionError(
-                f"region directory {self.directory}: {error.strerror}", path=str(self.directory)
+                f"region directory {self.directory}: {error.strerror}; name a tmpfs or hugetlbfs that is there, "
+                "such as /dev/shm",
+                path=str(self.directory),
             ) from error
         try:
             mount = hostmem.mount_of(fd)
@@ -215,6 +217,8 @@ class Opener:
                     f"uid {uid} may not create files in {self.directory} "
                     f"(uid {owner.st_uid}, mode {stat.S_IMODE(owner.st_mode):04o})"
                 )
+        elif error.errno == errno.EROFS:
+            reason = f"{self.directory} is mounted read-only; remount it read-write, or name another directory"
         else:
             reason = error.strerror or str(error)
         raise RegionError(f"region {self.path}: {reason}", path=str(self.path), actual=error.errno) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -381,7 +382,7 @@ def test_a_directory_on_a_disk_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named(shm: Path) -> None:
-    with pytest.raises(RegionError, match="missing: No such file"):
+    with pytest.raises(RegionError, match=r"missing: No such file.*; name a tmpfs or hugetlbfs that is there"):
         open_region(shm / "missing")
 
 
@@ -393,3 +394,18 @@ def test_core_dumps_leave_the_region_out(shm: Path) -> None:
             if wanted and line.startswith("VmFlags"):
                 flags = line
         assert " dd" in flags  # VM_DONTDUMP
+
+
+def test_a_directory_that_is_mounted_read_only_is_said_with_the_remedy(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RegionError, match=rf"{shm} is mounted read-only; remount it read-write, or name another"):
+        open_region(shm)

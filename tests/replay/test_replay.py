@@ -143,6 +143,12 @@ def test_moved_bytes_come_back_as_they_were_and_hit_as_often_as_the_replay_says(
     assert moved.byte_hit == pytest.approx(replay(lookups, "lru", capacity).region_byte_hit, abs=0.02)
 
 
+def test_an_object_that_no_memory_holds_is_not_moved_and_the_others_are() -> None:
+    lookups = Trace("t", np.array([0, 1, 0, 1], np.int64), np.array([4096, 1 << 55], np.int64))
+    moved = move(lookups, "lru", 1 << 16, backend=get_backend("cpu"))
+    assert (moved.verified, moved.mismatched, moved.bytes_saved) == (1, 0, 4096)
+
+
 @pytest.mark.parametrize(("text", "nbytes"), [("5%", 500), ("12.5 %", 1250), ("1000%", 100_000), ("2KiB", 2048)])
 def test_a_capacity_is_a_size_or_a_percentage_of_the_footprint(text: str, nbytes: int) -> None:
     assert parse_capacity(text, 10_000) == nbytes
