@@ -19,4 +19,5 @@ if [ -z "${PYTHON_TRITON:-}" ]; then
 fi
 # Neither the project's settings nor plugins, so that a GPU machine without its test tools can run this too.
 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON_TRITON" -m pytest -q \
-    -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider tests/triton/check_examples.py "$@"
+    -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider \
+    tests/triton/check_examples.py "$@"
