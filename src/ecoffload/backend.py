@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -43,6 +43,7 @@ __all__ = [
     "PointerRange",
     "Registration",
     "SwapBackend",
+    "wait_until",
 ]
 
 Direction = Literal["d2h", "h2d"]
@@ -213,6 +214,20 @@ class Completion(ABC):
     @abstractmethod
     def block(self, stream: Any) -> None:
         """Make later work on ``stream`` wait for this; blocks the host only where the device has no other way."""
+
+
+def wait_until(done: Callable[[], bool], timeout: float) -> bool:
+    """Ask ``done`` in growing pauses (20 us to 2 ms), ``timeout`` seconds at most; False if the time ran out. For
+    completions of drivers that can wait without a limit only."""
+    end = time.monotonic() + timeout
+    pause = 20e-6
+    while not done():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, 2e-3)
+    return True
 
 
 class Completed(Completion):
@@ -457,15 +472,7 @@ class EventCompletion(Completion):
         if timeout is None:
             self._ops.synchronize(self._event)
             return True
-        end = time.monotonic() + timeout
-        pause = 20e-6
-        while not self._ops.query(self._event):
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, 2e-3)
-        return True
+        return wait_until(self.done, timeout)
 
     def block(self, stream: Any) -> None:
         self._ops.wait(stream, self._event)

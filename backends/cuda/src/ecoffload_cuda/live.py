@@ -6,10 +6,9 @@ Made and closed by backend.py, which decides what runs on them; ops.py lends eve
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any
 
-from ecoffload.backend import D2H, H2D, Completion, Direction
+from ecoffload.backend import D2H, H2D, Completion, Direction, wait_until
 from ecoffload.drivers import BatchCall
 from ecoffload_cuda.driver import BATCH_VERSION, NO_CONTEXT, NOT_READY, Cuda, Device
 from ecoffload_cuda.kernel import Gather
@@ -54,15 +53,7 @@ class CudaCompletion(Completion):
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
-            end = time.monotonic() + timeout
-            pause = 20e-6
-            while not self.done():
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                time.sleep(min(pause, left))
-                pause = min(pause * 2, 2e-3)
-            return True
+            return wait_until(self.done, timeout)
         if not self._done:
             live = self._live
             with live.device.current(), live.cuda.relaxed():
