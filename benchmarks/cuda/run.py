@@ -165,8 +165,8 @@ class Bench:
 class Quiet:
     """Moves this thread to a core that nobody disturbs, and tells whether it stayed so.
 
-    A core of a virtual machine shares a physical one with strangers. While they work, a loop of pure Python takes up to
-    1.9 times as long (measured on every core of three lent machines, changing within seconds), and so does all that a
+    A core of a virtual machine seems to share a physical one with strangers: a loop of pure Python takes its best time
+    or 1.6 to 2 times as long, changing within seconds (measured on each core of a lent machine), and so does all that a
     host does for a swap. Figures of the host are therefore medians of undisturbed rounds; those of all are noted too.
     """
 
