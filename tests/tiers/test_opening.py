@@ -77,19 +77,9 @@ def test_a_scheme_that_nobody_brings_lists_what_is_there(package: Package) -> No
 
 @pytest.mark.parametrize(
     ("name", "code", "reason"),
-    [("acme-broken", "import no_such_module", "no_such_module"), ("acme-plain", "class Shelf: ...", "no subclass")],
-)
-def test_a_package_whose_tier_cannot_be_used_is_an_error_that_says_why(
-    package: Package, name: str, code: str, reason: str
-) -> None:
-    package(name, code=code)
-    with pytest.raises(PluginError, match=reason):
-        open_tier("shelf://host:9", namespace="model")
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "reason"),
     [
+        ("acme-broken", "import no_such_module", "no_such_module"),
+        ("acme-plain", "class Shelf: ...", "no subclass"),
         ("acme-leaving", "raise SystemExit(3)", "does not load: SystemExit"),
         ("acme-nameless", THIRD_PARTY.replace('scheme = "shelf"', "..."), "names no scheme; write scheme = 'shelf'"),
         ("acme-half", THIRD_PARTY.replace("def close", "def open"), "cannot be made: TypeError.*uninstall its package"),
@@ -100,7 +90,7 @@ def test_a_package_whose_tier_cannot_be_used_is_an_error_that_says_why(
         ),
     ],
 )
-def test_a_package_whose_tier_fails_to_start_is_an_error_of_ours(
+def test_a_package_whose_tier_cannot_be_used_is_an_error_of_ours_that_says_why(
     package: Package, name: str, code: str, reason: str
 ) -> None:
     package(name, code=code)
