@@ -138,14 +138,16 @@ def test_what_a_backend_measured_is_given_back(run: Run) -> None:
 
         def tune(self, progress: Callable[[str], None]) -> dict[str, Any]:
             progress("half way")
-            return {"file": "tuning.json", "measured": {"h2d": 1.0}}
+            return found
+
+    found = {"file": "tuning.json", "tuning": {"h2d": {"sms": [[0, 2]]}}, "measured": {"h2d": 1.0}}
 
     with patch("ecoffload.cli.tune.get_backend", return_value=Tuning()):
         result, text = run("tune", "--json"), run("tune")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"file": "tuning.json", "measured": {"h2d": 1.0}}
+    assert json.loads(result.stdout) == found
     assert "half way" in result.stderr
-    assert text.stdout == "file: tuning.json\n"
+    assert text.stdout == "file: tuning.json\ntuning h2d sms: [[0, 2]]\n"
 
 
 def test_headings_are_whole_in_eighty_columns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ecoffload.cli.output import print_json, stderr, stdout
@@ -25,4 +26,14 @@ def run(name: str | None, as_json: bool) -> None:
         return
     for what, value in found.items():
         if what != "measured":
-            stdout.print(f"{what}: {value}")
+            for line in _lines(what, value):
+                stdout.print(line, highlight=False)
+
+
+def _lines(what: str, value: Any) -> Iterator[str]:
+    """A line for each plain value, named by the keys above it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _lines(f"{what} {key}", inner)
+    else:
+        yield f"{what}: {value}"
