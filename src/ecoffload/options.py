@@ -46,9 +46,11 @@ def directory(option: str, value: object) -> Path:
 
 def text(option: str, value: object) -> str:
     """Text that has a UTF-8 form. Raises :class:`ConfigError`."""
-    try:
-        if isinstance(value, str) and value.encode() is not None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            pass
+        else:
             return value
-    except UnicodeEncodeError:
-        pass
     raise ConfigError(f"{option} {value!r} must be text", option=option, value=value)
