@@ -208,6 +208,40 @@ class ExtentAllocator:
             start_of[end] = offset
             insort(by_length, length << up | offset)
 
+    def shorten(self, extents: Iterable[Extent], nbytes: int) -> tuple[Extent, ...]:
+        """Give back what these extents have beyond their first `nbytes` bytes, in whole granules; what is left of them.
+
+        RegionError, and nothing has changed, for a negative size, for more than they hold, and for an extent that is
+        not in use or comes twice.
+        """
+        serial_from, serial_to = self._serial_from, self._serial_to
+        whole = tuple(Extent(*each) for each in extents)
+        held = 0
+        for extent in whole:
+            if serial_to.get(extent.offset + extent.length, 0) != serial_from.get(extent.offset):
+                raise RegionError(f"cannot shorten {extent}: no extent like it is in use", actual=tuple(extent))
+            held += extent.length
+        if not 0 <= nbytes <= held or len(set(whole)) < len(whole):
+            raise RegionError(
+                f"cannot shorten {whole} to {nbytes} bytes: they hold {held}, each counted once",
+                expected=held,
+                actual=nbytes,
+            )
+        left = nbytes + -nbytes % self._granule
+        kept: list[Extent] = []
+        beyond: list[Extent] = []
+        for offset, length in whole:
+            if 0 < left < length:  # becomes two extents, the second of which is freed like any
+                self._serial = serial = self._serial + 1
+                serial_to[offset + left] = serial_from[offset]
+                serial_from[offset + left] = serial_to[offset + length] = serial
+                beyond.append(Extent(offset + left, length - left))
+                length = left
+            (kept if left else beyond).append(Extent(offset, length))
+            left = max(0, left - length)
+        self.free(beyond)
+        return tuple(kept)
+
     def reserve(self, extents: Iterable[Extent]) -> None:
         """Mark these free extents as used: all, or none. How a warm restart rebuilds the allocator from a journal.
 

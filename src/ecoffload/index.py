@@ -264,6 +264,18 @@ class EntryIndex:
         """Its save was handed to a worker."""
         entry.write = "writing"
 
+    def shorten(self, entry: Entry, nbytes: int, dtype: str, shape: tuple[int, ...]) -> None:
+        """What is in flight turned out to be ``nbytes`` bytes, fewer than were reserved; the rest is free again.
+
+        For an entry that is not durable: no journal is to know it from now on.
+        """
+        if self._journal is not None and entry.handle is not None:
+            self._journal.drop(entry.handle)  # before the extents change hands
+            entry.handle = None
+        entry.extents = self._allocator.shorten(entry.extents, nbytes)
+        entry.held_bytes = sum(length for _, length in entry.extents)
+        entry.nbytes, entry.dtype, entry.shape = nbytes, dtype, shape
+
     def commit(self, entry: Entry, checksum: int | None = None) -> None:
         """Its save has landed: from now on it can be found, loaded and evicted (or, if dropped meanwhile, freed)."""
         entry.write = "ended"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -188,6 +189,37 @@ def test_an_empty_entry_needs_no_room() -> None:
     index.check()
 
 
+def test_what_turned_out_smaller_in_flight_holds_and_counts_as_much_as_it_needs() -> None:
+    index = make(4)
+    entry = index.reserve(b"a", 3 * G, "uint8", (3 * G,), durable=False)
+    assert entry is not None
+    index.writing(entry)
+    index.shorten(entry, G + 2, "bfloat16", (1, (G + 2) // 2))
+    index.check()
+    index.commit(entry)
+    index.check()
+    assert (entry.nbytes, entry.held_bytes, entry.dtype, entry.shape) == (G + 2, 2 * G, "bfloat16", (1, G // 2 + 1))
+    assert index.used_bytes == 2 * G
+    add(index, b"b", 2)
+    assert index.lookup(b"a") is entry
+
+
+def test_a_journal_forgets_an_entry_before_what_it_no_longer_needs_is_anybody_elses() -> None:
+    said: list[str] = []
+    journal = SimpleNamespace(intent=lambda *args: 7, drop=lambda handle: said.append(f"drop {handle}"))
+    allocator = ExtentAllocator(8 * G, G)
+    free = allocator.free
+    allocator.free = lambda extents: (said.append("free"), free(extents))[1]  # type: ignore[method-assign]
+    index = EntryIndex(allocator, make_policy("lru", capacity=8 * G), cast("Any", journal))
+    entry = index.reserve(b"a", 3 * G, "uint8", (3 * G,), durable=False)
+    assert entry is not None
+    index.writing(entry)
+    index.shorten(entry, G, "uint8", (G,))
+    index.commit(entry)
+    assert said == ["drop 7", "free"]
+    index.check()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Any order of calls: every granule has one owner, pinned and flying entries survive, refusals change nothing."""
 
@@ -222,6 +254,13 @@ class IndexMachine(RuleBasedStateMachine):
             getattr(self.index, ending)(entry)
             if ending != "writing":
                 self.flying.remove(entry)
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def shorten(self, data: Any, share: float) -> None:
+        if entry := self.pick([entry for entry in self.flying if entry.listed], data):
+            nbytes = int(entry.nbytes * share)
+            self.index.shorten(entry, nbytes, "uint8", (nbytes,))
+            assert entry.held_bytes == -(-nbytes // G) * G
 
     @rule(data=st.data())
     def pin(self, data: Any) -> None:

@@ -290,8 +290,62 @@ GRANULES = 60
 EDGES = (21 * GRANULE, 40 * GRANULE)
 
 
+# --- shorten ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_shortened_entry_no_longer_needs_is_free_and_one_with_its_neighbour() -> None:
+    allocator = ExtentAllocator(100, 10)
+    extents = allocator.allocate(70)
+    assert extents is not None
+    assert allocator.shorten(extents, 41) == (Extent(0, 50),)
+    assert allocator.free_extents() == [Extent(50, 50)]
+    allocator.check()
+    allocator.free([Extent(0, 50)])
+    assert allocator.largest_free == 100
+
+
+def test_shortening_to_what_is_needed_anyway_changes_nothing() -> None:
+    allocator = ExtentAllocator(100, 10)
+    extents = allocator.allocate(70)
+    assert extents is not None
+    assert allocator.shorten(extents, 61) == extents
+    assert allocator.free_bytes == 30
+
+
+def test_an_extent_that_is_not_needed_any_more_is_free_as_a_whole() -> None:
+    allocator = with_holes((0, 60), (500, 40))
+    extents = allocator.allocate(100)
+    assert extents == (Extent(0, 60), Extent(500, 40))
+    assert allocator.shorten(extents, 60) == (Extent(0, 60),)
+    assert allocator.free_extents() == [Extent(500, 40)]
+    allocator.check()
+
+
+@pytest.mark.parametrize(
+    ("extents", "nbytes"),
+    [
+        ([Extent(0, 50)], 20),  # in use with another length
+        ([Extent(0, 70), Extent(70, 10)], 20),  # the second is free
+        ([Extent(0, 70)], 71),
+        ([Extent(0, 70)], -1),
+        ([Extent(0, 70), Extent(0, 70)], 20),
+    ],
+)
+def test_shortening_what_is_not_in_use_or_too_short_is_refused_and_changes_nothing(
+    extents: list[Extent], nbytes: int
+) -> None:
+    allocator = ExtentAllocator(100, 10)
+    whole = allocator.allocate(70)
+    assert whole is not None
+    with pytest.raises(RegionError, match="cannot shorten"):
+        allocator.shorten(extents, nbytes)
+    assert allocator.free_extents() == [Extent(70, 30)]
+    allocator.free(whole)
+    allocator.check()
+
+
 class EveryGranuleHasOneOwner(RuleBasedStateMachine):
-    """Random allocate, free, reserve and bad frees; the model is an owner for every granule."""
+    """Random allocate, free, shorten, reserve and bad frees; the model is an owner for every granule."""
 
     entries: Bundle[tuple[Extent, ...]] = Bundle("entries")
 
@@ -337,6 +391,18 @@ class EveryGranuleHasOneOwner(RuleBasedStateMachine):
     def free(self, extents: tuple[Extent, ...]) -> None:
         self.allocator.free(extents)
         self.owner = [None if owner in extents else owner for owner in self.owner]
+
+    @rule(target=entries, extents=consumes(entries), share=st.floats(0, 1))
+    def shorten(self, extents: tuple[Extent, ...], share: float) -> tuple[Extent, ...]:
+        nbytes = int(share * sum(extent.length for extent in extents))
+        left = self.allocator.shorten(extents, nbytes)
+        self.owner = [None if owner in extents else owner for owner in self.owner]
+        assert sum(extent.length for extent in left) == -(-nbytes // GRANULE) * GRANULE
+        for extent, before in zip(left, extents, strict=False):  # the same bytes, in the same order
+            assert extent.offset == before.offset
+            assert extent == before or extent is left[-1]
+            self.own(extent)
+        return left
 
     @rule(extents=entries, offset=st.integers(-1, GRANULES), length=st.integers(0, 20))
     def free_with_one_that_is_not_owned(self, extents: tuple[Extent, ...], offset: int, length: int) -> None:

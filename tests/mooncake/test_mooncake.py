@@ -254,7 +254,7 @@ def test_a_fuzzer_between_writer_and_reader_never_gets_a_wrong_byte_through(
             key, other = f"f{i}".encode(), f"f{i - 1}".encode()
             data = content(key.decode(), 3000).numpy().tobytes()
             header = Header("uint8", (3000,), 3000, xxhash.xxh3_64_intdigest(data))
-            good = pack("cluster", key, header) + data
+            good = data + pack("cluster", key, header)
             kind = rng.choice(["good", "cut", "grown", "changed", "foreign", "noise", "other model"])
             at = rng.randrange(len(good))
             body = {
@@ -262,9 +262,9 @@ def test_a_fuzzer_between_writer_and_reader_never_gets_a_wrong_byte_through(
                 "cut": good[: at + 1],
                 "grown": good + bytes(at),
                 "changed": good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :],
-                "foreign": pack("cluster", other, header) + data,
+                "foreign": data + pack("cluster", other, header),
                 "noise": rng.randbytes(at + 1),
-                "other model": pack("x", key, header) + data,
+                "other model": data + pack("x", key, header),
             }[kind]
             kinds[key.decode()] = kind
             scratch[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)

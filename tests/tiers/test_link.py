@@ -74,6 +74,38 @@ def test_an_entry_in_several_extents_arrives_whole(node: Node, eventually: Event
     assert torch.equal(got, value)
 
 
+def test_an_object_arrives_in_one_run_of_memory_and_its_header_takes_no_room_afterwards(
+    node: Node, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[int] = []
+    fetch = FakeTier._fetch
+    monkeypatch.setattr(FakeTier, "_fetch", lambda self, each: (parts.append(len(each.parts)), fetch(self, each))[1])
+    one, two = node(), node()
+    value = torch.arange(8192, dtype=torch.uint8)  # whole granules
+    publish(one, "a", value, eventually)
+    got = two.get("a")
+    assert got is not None
+    assert torch.equal(got, value)
+    assert parts == [1]
+    assert two.stats().used_bytes == 8192
+    sound(two)
+
+
+@pytest.mark.parametrize("short", [0, 1, 100, 511, 512, 513])
+def test_a_header_that_lies_across_two_extents_is_read_whole(node: Node, eventually: Eventually, short: int) -> None:
+    one, two = node(), node("64KiB", granule=4096, publish=False)
+    for i in range(16):
+        two.put(f"{i}", torch.zeros(4096, dtype=torch.uint8))
+    for i in (3, 9):  # all that is free: two granules apart
+        two.invalidate(f"{i}")
+    value = torch.from_numpy(np.random.default_rng(short).integers(0, 256, 4096 - short, dtype=np.uint8))
+    publish(one, "a", value, eventually)
+    got = two.get("a")
+    assert got is not None
+    assert torch.equal(got, value)
+    sound(two)
+
+
 def test_get_or_encode_encodes_once_in_the_cluster(node: Node, eventually: Eventually) -> None:
     one, two = node(), node()
     encoded = []

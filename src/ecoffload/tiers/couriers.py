@@ -58,7 +58,8 @@ class Call:
 
 
 class Fetch:
-    """A key on its way in: first located (``entry`` None gives ``size``), then fetched into the extents of ``entry``.
+    """A key on its way in: first located (``entry`` None gives ``size``), then fetched into the extents of ``entry``,
+    which have room for the whole object: the entry's bytes and the header behind them.
 
     ``answer`` REFUSED stands for whatever left the extents alone, a call that was never made included. ``header``: of
     bytes that are all there and right. ``problem``: why bytes that came are not.
@@ -108,15 +109,16 @@ class Couriers:
         """Begin, with the entries' bytes in ``region``, which has to outlive the threads. The first thread connects at
         once: what that costs is better paid before an engine's first step than in it."""
         options = self._options
-        work = [self._publish_all] * (options.publishers if options.publish else 0)
-        work += [self._fetch_all] * (options.fetchers if options.fetch else 0)
-        # Headers lie in memory of their own, which the store is told of as well: BATCH slots for each thread.
-        self._headers = mmap.mmap(-1, max(1, len(work)) * BATCH * HEADER_BYTES)
+        publishers = options.publishers if options.publish else 0
+        work = [self._publish_all] * publishers + [self._fetch_all] * (options.fetchers if options.fetch else 0)
+        # What is published has its header in memory of its own, which the store is told of as well: BATCH slots for
+        # each thread. (What is fetched has room for one behind it, see Fetch.)
+        self._headers = mmap.mmap(-1, max(1, publishers) * BATCH * HEADER_BYTES)
         self._header_base = ctypes.addressof(ctypes.c_char.from_buffer(self._headers))
         self._region = region
         for number, run in enumerate(work):
             name = f"ecoffload-tier-{number}"
-            self.threads.append(threading.Thread(target=run, args=(number * BATCH,), name=name, daemon=True))
+            self.threads.append(threading.Thread(target=run, args=(number,), name=name, daemon=True))
             self.threads[-1].start()
 
     def publish(self, job: Publication) -> None:
@@ -176,24 +178,24 @@ class Couriers:
         else:
             self.breakers[kind].success()
 
-    def _slot(self, number: int) -> memoryview:
-        at = number * HEADER_BYTES
-        return memoryview(self._headers)[at : at + HEADER_BYTES]
-
-    def _object(self, slot: int, entry: Entry) -> TierObject:
-        parts, left = [(self._header_base + slot * HEADER_BYTES, HEADER_BYTES)], entry.nbytes
+    def _parts(self, entry: Entry, start: int = 0) -> list[tuple[int, int]]:
+        """(address, bytes) of the entry's bytes from ``start`` on, in their order."""
+        parts, left = [], entry.nbytes
         for offset, length in entry.extents:
-            parts.append((self._region.address + offset, min(length, left)))
-            left -= parts[-1][1]
-        return TierObject(object_name(self._namespace, entry.key), tuple(parts))
+            length = min(length, left)
+            left -= length
+            if start < length:
+                parts.append((self._region.address + offset + start, length - start))
+            start = max(0, start - length)
+        return parts
 
-    def _publish_all(self, slots: int) -> None:
-        if not slots:
+    def _publish_all(self, number: int) -> None:
+        if not number:
             self._ask("publish", list, 0, _is_answer)
         while jobs := _take(self._outgoing):
             try:
                 if not self._stopping and self.breakers["publish"].allow():
-                    self._publish(jobs, slots)
+                    self._publish(jobs, number * BATCH)
             except Exception as exc:  # the thread has to live on
                 self.failed("publish", repr(exc))
             finally:
@@ -224,8 +226,10 @@ class Couriers:
                     job.outcome = "withheld"
                     _log.warning("not published: %s", exc)
                     continue
-                self._slot(slots + i)[:] = header
-                new.append((job, self._object(slots + i, entry)))
+                at = (slots + i) * HEADER_BYTES
+                self._headers[at : at + HEADER_BYTES] = header
+                parts = (*self._parts(entry), (self._header_base + at, HEADER_BYTES))
+                new.append((job, TierObject(names[i], parts)))
         if not new or self._stopping:
             return
         answers = self._ask("publish", lambda: self._tier.publish([each for _, each in new]), len(new), _is_answer)
@@ -239,12 +243,12 @@ class Couriers:
             else:
                 job.outcome = "publish_failed" if answer is Answer.UNCONFIRMED else "not_kept"
 
-    def _fetch_all(self, slots: int) -> None:
-        if not slots:
+    def _fetch_all(self, number: int) -> None:
+        if not number:
             self._ask("fetch", list, 0, _is_answer)
         while jobs := _take(self._incoming):
             self._in_time([job for job in jobs if job.entry is None], self._locate)
-            self._in_time([job for job in jobs if job.entry is not None], lambda due: self._load(due, slots))
+            self._in_time([job for job in jobs if job.entry is not None], self._load)
 
     def _in_time(self, jobs: list[Fetch], work: Callable[[list[Fetch]], None]) -> None:
         """Do it for those that somebody still waits for, and answer all."""
@@ -277,13 +281,12 @@ class Couriers:
             job.size = size
             job.answer = Answer.ABSENT if size is None else Answer.DONE
 
-    def _load(self, jobs: list[Fetch], slots: int) -> None:
-        objects = []
-        for i, job in enumerate(jobs):
-            if job.entry is None:
-                continue
-            self._slot(slots + i)[:] = bytes(HEADER_BYTES)
-            objects.append(self._object(slots + i, job.entry))
+    def _load(self, jobs: list[Fetch]) -> None:
+        objects = [
+            TierObject(object_name(self._namespace, job.key), tuple(self._parts(job.entry)))
+            for job in jobs
+            if job.entry is not None
+        ]
         call = Call()
         for job in jobs:
             job.call, job.answer = call, Answer.UNCONFIRMED
@@ -291,18 +294,22 @@ class Couriers:
         if answers is None:
             return
         self._moved("fetch", answers)
-        for i, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
+        for job, answer in zip(jobs, answers, strict=True):
             job.answer = answer
-            entry = job.entry
-            if answer is not Answer.DONE or entry is None:
-                continue
-            header = unpack(self._namespace, job.key, entry.nbytes, bytes(self._slot(slots + i)))
-            if isinstance(header, str):
-                job.problem = header
-            elif checksum_of(self._region, entry.extents, entry.nbytes) != header.checksum:
-                job.problem = "the checksum of its bytes is wrong"
-            else:
-                job.header = header
+            if answer is Answer.DONE and job.entry is not None:
+                self._check(job, job.entry)
+
+    def _check(self, job: Fetch, entry: Entry) -> None:
+        """Whether what lies in the entry's extents, from this call or from before, is what was once published."""
+        nbytes = entry.nbytes - HEADER_BYTES
+        data = b"".join(ctypes.string_at(*part) for part in self._parts(entry, nbytes))
+        header = unpack(self._namespace, job.key, nbytes, data)
+        if isinstance(header, str):
+            job.problem = header
+        elif checksum_of(self._region, entry.extents, nbytes) != header.checksum:
+            job.problem = "the checksum of its bytes is wrong"
+        else:
+            job.header = header
 
 
 def _is_answer(answer: object) -> bool:

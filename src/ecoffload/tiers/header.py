@@ -1,8 +1,10 @@
-"""What stands before an entry's bytes in a store, so that a reader needs to believe nobody.
+"""What stands behind an entry's bytes in a store, so that a reader needs to believe nobody.
 
-512 bytes: magic, version, what the entry belongs to (digests of namespace and key), dtype, shape, length, XXH3 of the
-bytes, and XXH3 of the header itself. Everything is checked before an entry becomes ready. It finds faults of any kind,
-bytes of another model or key included; it is no signature, so whoever may write to the store must be trusted.
+Behind, so that an entry and its header arrive in one run of memory: each further buffer of a fetch costs a transfer of
+its own. 512 bytes: magic, version, what the entry belongs to (digests of namespace and key), dtype, shape, length,
+XXH3 of the bytes, and XXH3 of the header itself. Everything is checked before an entry becomes ready. It finds faults
+of any kind, bytes of another model or key included; it is no signature, so whoever may write to the store must be
+trusted.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ __all__ = ["HEADER_BYTES", "MAX_DIMENSIONS", "Header", "object_name", "pack", "u
 HEADER_BYTES = 512
 MAX_DIMENSIONS = 16
 _MAGIC = b"ecoffobj"
-_VERSION = 1
+_VERSION = 2
 _FIELDS = struct.Struct(f"<8sHH32s32s32sQQ{MAX_DIMENSIONS}Q")
 _CHECK = struct.Struct("<Q")
 _MAX_SIZE = 1 << 48
 
 
 class Header(NamedTuple):
-    """``checksum``: XXH3 (64 bits) over the ``nbytes`` that follow the header."""
+    """``checksum``: XXH3 (64 bits) over the ``nbytes`` before the header."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -276,8 +276,8 @@ class TierLink:
         header = flight.header
         if header is not None and wanted:
             del self._flights[flight.key]
-            entry.dtype, entry.shape = header.dtype, header.shape
             self._fetching_bytes -= entry.held_bytes
+            self._index.shorten(entry, header.nbytes, header.dtype, header.shape)
             self._index.commit(entry, header.checksum)
             took = self._clock() - flight.begun
             self._seconds = [self._seconds[0] + 1, self._seconds[1] + took, max(self._seconds[2], took)]
@@ -300,29 +300,29 @@ class TierLink:
         return True
 
     def _located(self, flight: Fetch) -> bool:
-        key = flight.key
-        if flight.size is None or flight.size <= HEADER_BYTES:
+        key, size = flight.key, flight.size
+        if size is None or size <= HEADER_BYTES:
             absent = flight.answer is Answer.ABSENT
-            self._counts["corrupt" if flight.size is not None else "misses" if absent else "failed"] += 1
-            if absent or flight.size is not None:
+            self._counts["corrupt" if size is not None else "misses" if absent else "failed"] += 1
+            if absent or size is not None:
                 self._miss(flight)
             del self._flights[key]
             return True
         if self._index.lookup(key) is not None:  # saved here meanwhile: the bytes at hand count
             del self._flights[key]
             return True
-        nbytes = flight.size - HEADER_BYTES
         flying = self._fetching_bytes - self._aside_bytes
         # After a failure one at a time, until bytes have moved again: whatever fails next is kept aside as well.
         limit = self._limit if self._breakers["fetch"].sound else 0
-        if flying and flying + nbytes > limit and not self._closed:
+        if flying and flying + size > limit and not self._closed:
             self._waiting.append(flight)
             return False
         if self._closed or self._aside_bytes > 2 * self._limit:
             entry = None
         else:
-            # Not durable: it comes back from the store, and what it depends on is not this process's to vouch for.
-            entry = self._index.reserve(key, nbytes, "uint8", (nbytes,), cost=float(nbytes), durable=False)
+            # Header and all, until it is there. Not durable: it comes back from the store, and what it depends on is
+            # not this process's to vouch for.
+            entry = self._index.reserve(key, size, "uint8", (size,), cost=float(size), durable=False)
         if entry is None:
             self._counts["no_room"] += 1
             self._miss(flight)
