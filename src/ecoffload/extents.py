@@ -1,8 +1,9 @@
 """Which bytes of the host region are free, and which extents an entry gets.
 
-Owns the free space of one region as plain numbers; it never touches memory. The index calls it (allocate, free) and,
-after a warm restart, `reserve` rebuilds it from the journal. It never evicts and never waits: a caller that gets None
-evicts one entry and asks again, which is cheap because a refusal costs a look at the largest few free extents.
+Owns the free space of one region as plain numbers; it never touches memory. The index calls it (allocate, shorten,
+free) and, after a warm restart, `reserve` rebuilds it from the journal. It never evicts and never waits: a caller that
+gets None evicts one entry and asks again, which is cheap because a refusal costs a look at the largest few free
+extents.
 
 An entry in one or two long extents moves 12-15 % faster than one scattered over blocks, so space is given by best fit:
 the smallest free extent that holds the entry, the lowest such offset. Where none does, the largest free extents are
@@ -172,7 +173,7 @@ class ExtentAllocator:
             wanted = need << up
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give back extents exactly as `allocate` or `reserve` had them: all, or none.
+        """Give back extents exactly as `allocate`, `shorten` or `reserve` had them: all, or none.
 
         An extent that is not in use, overlaps one in use, has another length, or comes twice in one call: RegionError
         naming it, and all that was in use still is.

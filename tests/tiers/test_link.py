@@ -91,8 +91,15 @@ def test_an_object_arrives_in_one_run_of_memory_and_its_header_takes_no_room_aft
     sound(two)
 
 
-@pytest.mark.parametrize("short", [0, 1, 100, 511, 512, 513])
-def test_a_header_that_lies_across_two_extents_is_read_whole(node: Node, eventually: Eventually, short: int) -> None:
+@pytest.mark.parametrize("short", [0, 1, 100, 511])
+def test_a_header_that_lies_across_two_extents_is_read_whole(
+    node: Node, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    parts: list[int] = []
+    fetch = FakeTier._fetch
+    monkeypatch.setattr(
+        FakeTier, "_fetch", lambda self, each: (parts.extend(n for _, n in each.parts), fetch(self, each))[1]
+    )
     one, two = node(), node("64KiB", granule=4096, publish=False)
     for i in range(16):
         two.put(f"{i}", torch.zeros(4096, dtype=torch.uint8))
@@ -103,6 +110,7 @@ def test_a_header_that_lies_across_two_extents_is_read_whole(node: Node, eventua
     got = two.get("a")
     assert got is not None
     assert torch.equal(got, value)
+    assert parts == [4096, HEADER_BYTES - short]
     sound(two)
 
 

@@ -170,7 +170,8 @@ class LinkMachine(RuleBasedStateMachine):
         else:
             self.played.breakers["fetch"].success()
         if answer is Answer.DONE and right:
-            job.header = Header("uint8", (job.entry.nbytes,), job.entry.nbytes, 1)
+            nbytes = job.entry.nbytes - HEADER_BYTES
+            job.header = Header("uint8", (nbytes,), nbytes, 1)
         elif answer is Answer.DONE:
             job.problem = "wrong"
         self.played.answered.append(job)

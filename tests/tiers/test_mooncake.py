@@ -220,17 +220,32 @@ class Replica:
 
 def test_sizes_of_all_that_is_there_are_asked_for_in_one_call(tier: MooncakeTier) -> None:
     tier._store.answers = {
-        "batch_is_exist": [1, 0, 1],
-        "batch_get_replica_desc": {"a": [Replica(5, "PROCESSING"), Replica(7)], "c": [Replica(9)]},
+        "batch_get_replica_desc": {"b": [Replica(5, "PROCESSING"), Replica(7)], "c": [Replica(9)]},
     }
-    assert tier.exists(["a", "b", "c"]) == [7, None, 9]
-    assert [call[0] for call in tier._store.calls[-2:]] == ["batch_is_exist", "batch_get_replica_desc"]
+    tier._store.calls.clear()
+    assert tier.exists(["a", "b", "c"]) == [None, 7, 9]
+    assert [call[0] for call in tier._store.calls] == ["batch_get_replica_desc"]
+
+
+@pytest.mark.parametrize(("code", "size"), [(11, 11), (0, 0), (-704, None), (-703, None)])
+def test_the_size_of_one_object_is_asked_for_in_one_call(tier: MooncakeTier, code: int, size: int | None) -> None:
+    """-703: its publisher is still at it, or has died in it."""
+    tier._store.answers = {"get_size": code}
+    tier._store.calls.clear()
+    assert tier.exists(["a"]) == [size]
+    assert tier._store.calls == [("get_size", "a")]
+
+
+def test_where_nothing_is_there_one_question_more_tells_that_somebody_answers(tier: MooncakeTier) -> None:
+    tier._store.answers = {"batch_get_replica_desc": {}, "get_size": -704}
+    tier._store.calls.clear()
+    assert tier.exists(["a", "b", "c"]) == [None, None, None]
+    assert tier._store.calls == [("batch_get_replica_desc", ["a", "b", "c"]), ("get_size", "a")]
 
 
 @pytest.mark.parametrize(("code", "size"), [(11, 11), (-704, None)])
 def test_what_lies_on_disk_or_has_gone_is_asked_for_by_itself(tier: MooncakeTier, code: int, size: int | None) -> None:
     tier._store.answers = {
-        "batch_is_exist": [1, 1],
         "batch_get_replica_desc": {"a": [Replica(3, memory=False)], "b": [Replica(9)]},
         "get_size": code,
     }
@@ -238,17 +253,19 @@ def test_what_lies_on_disk_or_has_gone_is_asked_for_by_itself(tier: MooncakeTier
 
 
 @pytest.mark.parametrize(
-    "answers",
+    ("names", "answers"),
     [
-        {"batch_is_exist": [-900]},
-        {"batch_is_exist": [1], "batch_get_replica_desc": {}},
-        {"batch_is_exist": [1], "batch_get_replica_desc": {"b": []}, "get_size": -901},
+        (["a"], {"get_size": -900}),
+        (["a", "b"], {"batch_get_replica_desc": {}, "get_size": -901}),
+        (["a", "b"], {"batch_get_replica_desc": {"b": [Replica(9)], "a": []}, "get_size": -900}),
     ],
 )
-def test_a_master_that_does_not_answer_is_an_error_and_no_miss(tier: MooncakeTier, answers: dict[str, Any]) -> None:
+def test_a_master_that_does_not_answer_is_an_error_and_no_miss(
+    tier: MooncakeTier, names: list[str], answers: dict[str, Any]
+) -> None:
     tier._store.answers = answers
     with pytest.raises(ConnectionError):
-        tier.exists(["a"])
+        tier.exists(names)
 
 
 def test_no_call_reaches_the_client_after_its_close(tier: MooncakeTier) -> None:
@@ -256,7 +273,12 @@ def test_no_call_reaches_the_client_after_its_close(tier: MooncakeTier) -> None:
     tier.close()
     tier.close()
     assert [call[0] for call in store.calls[-2:]] == ["unregister_buffer", "close"]
-    for call in (lambda: tier.exists(["a"]), lambda: tier.publish([]), lambda: tier.fetch_many([])):
+    for call in (
+        lambda: tier.exists([]),
+        lambda: tier.exists(["a"]),
+        lambda: tier.publish([]),
+        lambda: tier.fetch_many([]),
+    ):
         with pytest.raises(CacheClosed):
             call()
     assert store.calls[-1] == ("close",)

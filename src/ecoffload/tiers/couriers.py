@@ -1,7 +1,8 @@
 """The threads that call a store for one link: jobs go in, and come out again with what became of them.
 
-Owns the tier's calls, the breakers that forgo them, the memory for headers and all checking of what arrived. Sees
-memory and names, never the index: what an outcome means for an entry is the link's. Only the link uses it.
+Owns the tier's calls, the breakers that forgo them, the memory for headers of what is published and all checking of
+what arrived. Sees memory and names, never the index: what an outcome means for an entry is the link's. Only the link
+uses it.
 """
 
 from __future__ import annotations

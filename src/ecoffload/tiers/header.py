@@ -1,10 +1,10 @@
 """What stands behind an entry's bytes in a store, so that a reader needs to believe nobody.
 
-Behind, so that an entry and its header arrive in one run of memory: each further buffer of a fetch costs a transfer of
-its own. 512 bytes: magic, version, what the entry belongs to (digests of namespace and key), dtype, shape, length,
-XXH3 of the bytes, and XXH3 of the header itself. Everything is checked before an entry becomes ready. It finds faults
-of any kind, bytes of another model or key included; it is no signature, so whoever may write to the store must be
-trusted.
+Behind, so that an entry and its header arrive in one run of memory where there is one: each further buffer of a fetch
+costs a transfer of its own. 512 bytes: magic, version, what the entry belongs to (digests of namespace and key), dtype,
+shape, length, XXH3 of the bytes, and XXH3 of the header itself. Everything is checked before an entry becomes ready. It
+finds faults of any kind, bytes of another model or key included; it is no signature, so whoever may write to the store
+must be trusted.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ class TierLink:
         else:
             # Header and all, until it is there. Not durable: it comes back from the store, and what it depends on is
             # not this process's to vouch for.
-            entry = self._index.reserve(key, size, "uint8", (size,), cost=float(size), durable=False)
+            entry = self._index.reserve(key, size, "uint8", (size,), cost=float(size - HEADER_BYTES), durable=False)
         if entry is None:
             self._counts["no_room"] += 1
             self._miss(flight)
