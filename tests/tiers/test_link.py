@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from ecoffload import CacheClosed, ConfigError, EncoderCache
 from ecoffload.testing.tiers.fake import FakeStore, FakeTier
-from ecoffload.tiers import TierLink, link
+from ecoffload.tiers import TierLink, TierOptions, link
+from ecoffload.tiers.couriers import Couriers, Fetch
 from ecoffload.tiers.header import HEADER_BYTES, object_name
 
 Node = Callable[..., EncoderCache]
@@ -180,6 +181,21 @@ def test_keys_that_a_client_chose_stay_here_unless_trusted(
     assert not store.objects
     trusting.put("uuid", tensor(1), client_key=True)
     eventually(lambda: tier(trusting)["published"] == 1)
+
+
+def test_news_of_a_fetch_wake_everybody_who_waits_for_some() -> None:
+    couriers = Couriers(FakeTier(), TierOptions(), "model")
+    woken: list[int] = []
+    waiters = [
+        threading.Thread(target=lambda: (couriers.await_news(0, 30.0), woken.append(couriers.news)), daemon=True)
+        for _ in range(3)
+    ]
+    for each in waiters:
+        each.start()
+    couriers._in_time([Fetch(b"a", 0.0, 0.0)], lambda due: None)
+    for each in waiters:
+        each.join(20.0)
+    assert woken == [1, 1, 1]
 
 
 # --- a lying store

@@ -93,8 +93,9 @@ class Couriers:
         self.breakers = {"publish": Breaker(clock=clock), "fetch": Breaker(clock=clock)}
         self.published: deque[Publication] = deque()
         self.answered: deque[Fetch] = deque()
-        self.news = threading.Event()
-        """Set when something has been added to ``answered``."""
+        self.news = 0
+        """Counts up when something has been added to ``answered``."""
+        self._news = threading.Condition()
         self.connected = False
         self.threads: list[threading.Thread] = []
         self._tier = tier
@@ -129,6 +130,11 @@ class Couriers:
     def fetch(self, job: Fetch) -> None:
         """Locate it, or fetch it if it has an entry, some time."""
         self._incoming.put(job)
+
+    def await_news(self, seen: int, limit: float) -> None:
+        """Wait until ``news`` is no longer ``seen``, ``limit`` seconds at most. Any thread, and several at once."""
+        with self._news:
+            self._news.wait_for(lambda: self.news != seen, limit)
 
     def failed(self, kind: str, why: str) -> None:
         """Tell the breaker, and the log if that opened it."""
@@ -265,7 +271,9 @@ class Couriers:
                 job.call = None
             if jobs:
                 self.answered.extend(jobs)
-                self.news.set()
+                with self._news:
+                    self.news += 1
+                    self._news.notify_all()
 
     def _locate(self, jobs: list[Fetch]) -> None:
         if not self.breakers["fetch"].allow():

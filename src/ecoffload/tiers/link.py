@@ -39,7 +39,7 @@ FETCH_RESULTS = ("hits", "misses", "failed", "late", "corrupt", "no_room", "skip
 PUBLISH_RESULTS = ("published", "already_there", "not_kept", "publish_failed", "dropped", "withheld")
 """What becomes of an entry that was committed."""
 _CLOSING = 15.0  # seconds to wait for calls that are under way
-_LOOK_AGAIN = 0.005  # seconds
+_LOOK_AGAIN = 0.02  # seconds
 _REMEMBERED = 1 << 16  # keys that were not there
 
 
@@ -151,11 +151,15 @@ class TierLink:
         """Whether ``key`` is on its way."""
         return key in self._flights and not self.off and not self._closed
 
-    def await_news(self, limit: float) -> None:
-        """Wait until ``settle`` may have a fetch to take, for a caller that has nothing else to do: any thread, without
-        the lock. Another waiter may take the news away, so it never waits long."""
-        self._couriers.news.wait(min(limit, _LOOK_AGAIN))
-        self._couriers.news.clear()
+    @property
+    def news(self) -> int:
+        """Changes when ``settle`` may have a fetch to take."""
+        return self._couriers.news
+
+    def await_news(self, seen: int, limit: float) -> None:
+        """Wait until ``news`` is no longer ``seen``, for a caller that has nothing else to do: any thread, without the
+        lock. Never long, for what is late only ``settle`` finds out."""
+        self._couriers.await_news(seen, min(limit, _LOOK_AGAIN))
 
     def answering(self) -> bool:
         """Whether the store answers, as far as is known: only then is it worth waiting for what is on its way."""
