@@ -477,16 +477,16 @@ class EncoderCache:
         The lock is free meanwhile."""
         with self._lock:
             self._check()
-            self._poll()
             tier = self._scheduler.tier
-            seen = 0 if tier is None else tier.news
+            seen = 0 if tier is None else tier.news  # before what it stands for is taken
+            self._poll()
             coming = [name for name in names if self._scheduler.fetch(name)]
         end = time.monotonic() + self._tier_wait
         while coming and tier is not None and (left := end - time.monotonic()) > 0:
             tier.await_news(seen, left)
             with self._lock:
                 self._check()
-                seen = tier.news  # before what it stands for is taken
+                seen = tier.news
                 self._poll()
                 coming = [name for name in coming if tier.coming(name)]
 

@@ -34,8 +34,9 @@ State = Literal["reserved", "writing", "ready", "pinned", "ended"]
 
 
 class Entry:
-    """One encoder output in the region. ``nbytes`` are its own bytes; its extents hold them rounded up to granules.
-    (On its way from a tier: the bytes of the object, with the header behind the entry's own.)
+    """One encoder output in the region. ``nbytes`` are its own bytes; its extents hold them rounded up to granules,
+    and a little more of what came from a tier. (On its way from there: the bytes of the object, with the header behind
+    the entry's own.)
 
     ``dtype`` is torch's name without "torch."; ``cost`` what encoding it again would cost, in any one unit.
     """
@@ -268,9 +269,9 @@ class EntryIndex:
     def shorten(self, entry: Entry, nbytes: int, dtype: str, shape: tuple[int, ...]) -> None:
         """What is in flight turned out to be ``nbytes`` bytes, fewer than were reserved; the rest is free again.
 
-        But for less than 1/64 of it: the hole would be of use to nobody, and the next entry for which as much is
-        reserved would not fit where this one was. Raises :class:`RegionError` for a durable entry: no journal is to
-        know it from now on.
+        But for up to 1/64 of it, in whole granules: the hole would be of use to nobody, and the next entry for which as
+        much is reserved would not fit where this one was. Raises :class:`RegionError` for a durable entry: no journal
+        is to know it from now on.
         """
         if entry.durable:
             raise RegionError(f"{entry!r} is durable; only one that no restart finds is shortened", actual=entry.key)
@@ -278,7 +279,8 @@ class EntryIndex:
             self._journal.drop(entry.handle)  # before the extents change hands
             entry.handle = None
         last = entry.extents[-1].length if entry.extents else 0  # every extent has to hold something of the entry
-        if nbytes <= entry.held_bytes - last or entry.held_bytes - nbytes > entry.held_bytes >> 6:
+        spare = entry.held_bytes - nbytes - -nbytes % self._allocator.granule
+        if nbytes <= entry.held_bytes - last or spare > entry.held_bytes >> 6:
             entry.extents = self._allocator.shorten(entry.extents, nbytes)
             entry.held_bytes = sum(length for _, length in entry.extents)
         entry.nbytes, entry.dtype, entry.shape = nbytes, dtype, shape

@@ -183,19 +183,68 @@ def test_keys_that_a_client_chose_stay_here_unless_trusted(
     eventually(lambda: tier(trusting)["published"] == 1)
 
 
-def test_news_of_a_fetch_wake_everybody_who_waits_for_some() -> None:
+def test_news_of_a_fetch_wake_everybody_who_waits_for_some(eventually: Eventually) -> None:
     couriers = Couriers(FakeTier(), TierOptions(), "model")
-    woken: list[int] = []
+    woken: list[bool] = []
     waiters = [
-        threading.Thread(target=lambda: (couriers.await_news(0, 30.0), woken.append(couriers.news)), daemon=True)
-        for _ in range(3)
+        threading.Thread(target=lambda: woken.append(couriers.await_news(0, 60.0)), daemon=True) for _ in range(3)
     ]
     for each in waiters:
         each.start()
+    eventually(lambda: len(couriers._news._waiters) == 3)  # type: ignore[attr-defined]
     couriers._in_time([Fetch(b"a", 0.0, 0.0)], lambda due: None)
-    for each in waiters:
-        each.join(20.0)
-    assert woken == [1, 1, 1]
+    eventually(lambda: len(woken) == 3)
+    assert all(woken)
+
+
+def test_a_get_of_what_somebody_else_asked_for_hears_of_an_answer_that_comes_as_it_begins(
+    node: Node, eventually: Eventually, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at what has been answered and its waiting."""
+    monkeypatch.setattr(link, "_LOOK_AGAIN", 60.0)
+    one, two = node(), node()
+    publish(one, "a", tensor(1), eventually)
+    courier = two._scheduler.tier._couriers  # type: ignore[union-attr]
+    store.up.clear()
+    with two._lock:
+        assert two._scheduler.fetch(b"a")
+        eventually(lambda: [call for call, _ in store.calls].count("exists") == 2)
+    poll, seen = two._poll, courier.news
+
+    def polled() -> None:
+        poll()
+        monkeypatch.setattr(two, "_poll", poll)
+        store.up.set()
+        eventually(lambda: courier.news > seen)
+
+    monkeypatch.setattr(two, "_poll", polled)
+    begun = time.monotonic()
+    got = two.get("a")
+    assert time.monotonic() - begun < 15
+    assert got is not None
+    assert torch.equal(got, tensor(1))
+
+
+def test_who_asks_while_the_only_fetcher_is_stuck_does_not_wait_and_all_is_well_when_it_goes_on(
+    node: Node, eventually: Eventually, store: FakeStore
+) -> None:
+    """One call that does not end is one failure, and not the three that open the breaker."""
+    one, two = node(), node(wait=15.0, deadline=0.2)
+    publish(one, "a", tensor(1), eventually)
+    eventually(lambda: tier(two)["connected"])
+    store.up.clear()
+    assert two.get("a") is None  # late
+    tier_link = two._scheduler.tier
+    assert tier_link is not None
+    assert tier(two)["breakers"]["fetch"] == "closed"
+    assert not tier_link.answering()
+    begun = time.monotonic()
+    assert [two.get(f"{i}") for i in range(5)] == [None] * 5
+    assert time.monotonic() - begun < 10
+    assert tier(two)["skipped"] == 5
+    store.up.set()
+    eventually(tier_link.answering)
+    eventually(lambda: two.get("a") is not None)
 
 
 # --- a lying store

@@ -58,6 +58,9 @@ class Played:
     def failed(self, kind: str, why: str) -> None:
         self.breakers[kind].failure()
 
+    def tell(self) -> None:
+        pass
+
     def stop(self, limit: float) -> bool:
         self.stopped = True
         self.published.extend(self.outgoing)
@@ -162,6 +165,7 @@ class LinkMachine(RuleBasedStateMachine):
         jobs = [job for job in self.played.incoming if job.call]
         job = jobs[at % len(jobs)]
         self.played.incoming.remove(job)
+        job.call.ended = True
         job.call, job.answer = None, answer
         assert job.entry is not None
         if answer is Answer.UNCONFIRMED:

@@ -236,6 +236,23 @@ def test_the_size_of_one_object_is_asked_for_in_one_call(tier: MooncakeTier, cod
     assert tier._store.calls == [("get_size", "a")]
 
 
+def test_a_master_that_let_the_first_question_time_out_is_not_asked_a_second(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(mooncake.time, "monotonic", lambda: now[0])
+
+    def silent(names: list[str]) -> dict[str, Any]:
+        now[0] += 2.0
+        return {}
+
+    tier._store.batch_get_replica_desc = silent
+    tier._store.calls.clear()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        tier.exists(["a", "b"])
+    assert tier._store.calls == []
+
+
 def test_where_nothing_is_there_one_question_more_tells_that_somebody_answers(tier: MooncakeTier) -> None:
     tier._store.answers = {"batch_get_replica_desc": {}, "get_size": -704}
     tier._store.calls.clear()

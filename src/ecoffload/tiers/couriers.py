@@ -52,10 +52,11 @@ class Publication:
 class Call:
     """A call of the store's that may serve several fetches. ``blamed``: the breaker was told that it does not end."""
 
-    __slots__ = ("blamed",)
+    __slots__ = ("blamed", "ended")
 
     def __init__(self) -> None:
         self.blamed = False
+        self.ended = False
 
 
 class Fetch:
@@ -94,7 +95,7 @@ class Couriers:
         self.published: deque[Publication] = deque()
         self.answered: deque[Fetch] = deque()
         self.news = 0
-        """Counts up when something has been added to ``answered``."""
+        """Counts up when something has been added to ``answered``, and with ``tell``."""
         self._news = threading.Condition()
         self.connected = False
         self.threads: list[threading.Thread] = []
@@ -131,10 +132,17 @@ class Couriers:
         """Locate it, or fetch it if it has an entry, some time."""
         self._incoming.put(job)
 
-    def await_news(self, seen: int, limit: float) -> None:
-        """Wait until ``news`` is no longer ``seen``, ``limit`` seconds at most. Any thread, and several at once."""
+    def tell(self) -> None:
+        """Wake everybody who waits for news."""
         with self._news:
-            self._news.wait_for(lambda: self.news != seen, limit)
+            self.news += 1
+            self._news.notify_all()
+
+    def await_news(self, seen: int, limit: float) -> bool:
+        """Wait until ``news`` is no longer ``seen``, ``limit`` seconds at most; whether it is not. Any thread, and
+        several at once."""
+        with self._news:
+            return self._news.wait_for(lambda: self.news != seen, limit)
 
     def failed(self, kind: str, why: str) -> None:
         """Tell the breaker, and the log if that opened it."""
@@ -268,12 +276,12 @@ class Couriers:
             self.failed("fetch", repr(exc))
         finally:
             for job in jobs:
-                job.call = None
+                if job.call is not None:
+                    job.call.ended = True
+                    job.call = None
             if jobs:
                 self.answered.extend(jobs)
-                with self._news:
-                    self.news += 1
-                    self._news.notify_all()
+                self.tell()
 
     def _locate(self, jobs: list[Fetch]) -> None:
         if not self.breakers["fetch"].allow():

@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ecoffload.tiers.couriers import Couriers, Fetch, Publication
+from ecoffload.tiers.couriers import Call, Couriers, Fetch, Publication
 from ecoffload.tiers.header import HEADER_BYTES
 from ecoffload.tiers.interface import Answer, RemoteTier
 from ecoffload.tiers.options import TierOptions
@@ -32,7 +32,7 @@ __all__ = ["FETCH_RESULTS", "PUBLISH_RESULTS", "TierLink"]
 
 _log = logging.getLogger("ecoffload.tiers")
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 FETCH_RESULTS = ("hits", "misses", "failed", "late", "corrupt", "no_room", "skipped")
 """What becomes of a fetch, by the names of :meth:`TierLink.stats`."""
@@ -43,7 +43,7 @@ _LOOK_AGAIN = 0.02  # seconds
 _REMEMBERED = 1 << 16  # keys that were not there
 
 
-def _contained(call: Call) -> Call:
+def _contained(call: Method) -> Method:
     """A fault of the link's own turns the link off; the scheduler that called goes on as if nothing had come."""
 
     @functools.wraps(call)
@@ -55,7 +55,7 @@ def _contained(call: Call) -> Call:
             self.turn_off(f"{call.__name__}: {type(exc).__name__}: {exc}")
             return False
 
-    return cast("Call", contained)
+    return cast("Method", contained)
 
 
 class TierLink:
@@ -87,6 +87,7 @@ class TierLink:
         self._flights: dict[bytes, Fetch] = {}  # by key, oldest first
         self._fetching_bytes = 0  # in extents of fetches, those kept aside included
         self._open = 0  # fetches that the couriers have
+        self._blamed: list[Call] = []  # calls that took too long and have perhaps not ended yet
         self._aside: deque[tuple[float, Entry]] = deque()
         self._aside_bytes = 0
         self._waiting: deque[Fetch] = deque()  # located, until fewer bytes are being fetched
@@ -137,7 +138,7 @@ class TierLink:
             if now < until:
                 return False
             del self._absent[key]
-        if not self._breakers["fetch"].ready():
+        if not self._breakers["fetch"].ready() or self._stuck():
             self._counts["skipped"] += 1
             return False
         if self._open + len(self._waiting) >= self.options.queue:
@@ -163,7 +164,14 @@ class TierLink:
 
     def answering(self) -> bool:
         """Whether the store answers, as far as is known: only then is it worth waiting for what is on its way."""
-        return not self.off and self._breakers["fetch"].state == "closed"
+        return not self.off and self._breakers["fetch"].state == "closed" and not self._stuck()
+
+    def _stuck(self) -> bool:
+        """Whether every thread that fetches is in a call that has taken too long: then nothing is fetched, and whoever
+        waited would wait in vain, though it is one failure and not yet the breaker's number."""
+        if self._blamed:
+            self._blamed = [call for call in self._blamed if not call.ended]
+        return len(self._blamed) >= self.options.fetchers
 
     def pending(self) -> bool:
         """Whether ``settle`` has something to wait for."""
@@ -211,6 +219,7 @@ class TierLink:
         """Publish and fetch nothing more. Said once."""
         if not self.off:
             self.off = reason
+            self._couriers.tell()
             _log.warning("tier %s is left out from now on: %s", self.tier.scheme, reason)
 
     def stats(self) -> dict[str, Any]:
@@ -349,6 +358,7 @@ class TierLink:
         call = flight.call  # None: it waited here, which says nothing of the store
         if call is not None and not call.blamed:
             call.blamed = True
+            self._blamed.append(call)
             self._couriers.failed("fetch", f"no answer within {self.options.deadline:g} s")
         self._miss(flight)
         self._leave(flight)
@@ -356,6 +366,7 @@ class TierLink:
     def _leave(self, flight: Fetch) -> None:
         """Nobody waits for it or finds its entry any more. Its extents are aside until its call ends, or longer."""
         del self._flights[flight.key]
+        self._couriers.tell()
         if flight.entry is not None:
             self._index.unlist(flight.entry)
             self._aside_bytes += flight.entry.held_bytes

@@ -17,6 +17,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
@@ -84,7 +85,8 @@ class MooncakeTier(RemoteTier):
             raise ConfigError(f"replicas {replicas!r} is not in 1..16", option="replicas", value=replicas)
         self.replicas = int(replicas)
         self._library = _load()
-        self.grace = max(self.grace, 5 * _seconds("MC_TCP_PROGRESS_TIMEOUT_SEC"))
+        self._patience = _number("MC_RPC_TIMEOUT_MS") / 1e3 / 2  # an answer is there sooner, its absence later
+        self.grace = max(self.grace, 5 * _number("MC_TCP_PROGRESS_TIMEOUT_SEC"))
         self._store: Any = None
         self._config: Any = None
         self._registered: list[int] = []
@@ -148,7 +150,10 @@ class MooncakeTier(RemoteTier):
     def exists(self, names: Sequence[str]) -> list[int | None]:
         store = self._open()
         # One question for many names, and one for one: each wakes several threads, which a small fetch feels.
+        begun = time.monotonic()
         replicas = store.batch_get_replica_desc(list(names)) if len(names) > 1 else {}
+        if len(names) > 1 and not replicas and time.monotonic() - begun > self._patience:
+            raise ConnectionError("Mooncake's master does not answer")  # asking again would take as long again
         sizes: list[int | None] = []
         for name in names:
             if name in replicas:
@@ -221,12 +226,12 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _seconds(variable: str) -> float:
+def _number(variable: str) -> float:
     try:
         return float(os.environ[variable])
     except ValueError as exc:
         raise ConfigError(
-            f"{variable}={os.environ[variable]!r} is no number of seconds", option=variable, value=os.environ[variable]
+            f"{variable}={os.environ[variable]!r} is no number", option=variable, value=os.environ[variable]
         ) from exc
 
 

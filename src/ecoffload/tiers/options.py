@@ -17,7 +17,7 @@ class TierOptions(BaseModel):
       skipped, and counted.
     * ``publishers``, ``fetchers``: threads that do the one and the other, each with one call at a time. More than one
       helps where calls wait for a network rather than a processor; on two cores two calls of Mooncake's, which spins
-      while it waits, took half as long again as one after the other.
+      while it waits, took a fifth to two fifths longer than one after the other.
     * ``share``: of the region's bytes that may be in fetches (after a failure they go one at a time until bytes move
       again). Up to twice that may be kept aside after unconfirmed ones, above which nothing more is fetched; up to once
       that may be waiting to be published.
