@@ -253,6 +253,17 @@ def test_a_master_that_let_the_first_question_time_out_is_not_asked_a_second(
     assert tier._store.calls == []
 
 
+def test_with_no_limit_for_answers_an_empty_one_is_never_too_late(
+    package: Callable[[str], None], listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "0")
+    package(STAND_IN)
+    tier = opened(listener)
+    tier.connect([(4096, 100)])
+    tier._store.answers = {"batch_get_replica_desc": {}, "get_size": -704}
+    assert tier.exists(["a", "b"]) == [None, None]
+
+
 def test_where_nothing_is_there_one_question_more_tells_that_somebody_answers(tier: MooncakeTier) -> None:
     tier._store.answers = {"batch_get_replica_desc": {}, "get_size": -704}
     tier._store.calls.clear()

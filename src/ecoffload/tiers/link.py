@@ -207,6 +207,8 @@ class TierLink:
 
         All: the namespace no longer says what bytes depend on, so the link does nothing any more.
         """
+        if self._closed:  # in a forked child too, where the couriers' locks may be held for good
+            return
         if key is None or len(self._forgotten) >= _REMEMBERED:
             what = "the entries" if key is None else f"over {_REMEMBERED} keys"
             self.turn_off(f"{what} were invalidated, and the store may hold them still")
@@ -219,7 +221,8 @@ class TierLink:
         """Publish and fetch nothing more. Said once."""
         if not self.off:
             self.off = reason
-            self._couriers.tell()
+            if not self._closed:
+                self._couriers.tell()
             _log.warning("tier %s is left out from now on: %s", self.tier.scheme, reason)
 
     def stats(self) -> dict[str, Any]:

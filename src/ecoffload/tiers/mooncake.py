@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -85,7 +86,8 @@ class MooncakeTier(RemoteTier):
             raise ConfigError(f"replicas {replicas!r} is not in 1..16", option="replicas", value=replicas)
         self.replicas = int(replicas)
         self._library = _load()
-        self._patience = _number("MC_RPC_TIMEOUT_MS") / 1e3 / 2  # an answer is there sooner, its absence later
+        timeout = _number("MC_RPC_TIMEOUT_MS") / 1e3
+        self._patience = timeout / 2 if timeout > 0 else math.inf  # an empty answer that took longer is none
         self.grace = max(self.grace, 5 * _number("MC_TCP_PROGRESS_TIMEOUT_SEC"))
         self._store: Any = None
         self._config: Any = None
@@ -149,10 +151,11 @@ class MooncakeTier(RemoteTier):
 
     def exists(self, names: Sequence[str]) -> list[int | None]:
         store = self._open()
-        # One question for many names, and one for one: each wakes several threads, which a small fetch feels.
+        if len(names) == 1:  # the only call that tells all of it at once: size, absence, silence
+            return [_asked_alone(store, names[0])]
         begun = time.monotonic()
-        replicas = store.batch_get_replica_desc(list(names)) if len(names) > 1 else {}
-        if len(names) > 1 and not replicas and time.monotonic() - begun > self._patience:
+        replicas = store.batch_get_replica_desc(list(names)) if names else {}
+        if not replicas and time.monotonic() - begun > self._patience:
             raise ConnectionError("Mooncake's master does not answer")  # asking again would take as long again
         sizes: list[int | None] = []
         for name in names:
